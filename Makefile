@@ -9,7 +9,8 @@
 #   make clean        remove what is generated and not committed (make distclean: .venv too)
 #
 # Variables: PYTHON=python3.12 (any Python from 3.11 on), VENV=.venv,
-#   TORCH_INDEX=URL     take torch from this index: on Linux without a GPU, PyTorch's CPU wheel index saves several GB
+#   TORCH_INDEX=URL     take torch from this index: on Linux without a GPU, PyTorch's CPU wheel index saves several GB;
+#                       give it on the first call, before .venv exists
 #   ARGS="-k masks -x"  given to pytest instead of the coverage report
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,7 @@ ARGS ?=
 COVERAGE ?= --cov=pasta_lib --cov-report=term --cov-fail-under=90
 
 py := $(VENV)/bin/python
-pip := $(py) -m pip install -qq --disable-pip-version-check -c constraints.txt
+pip := $(py) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 metadata := setup.py settings.ini constraints.txt
 
 .PHONY: demo test docs notebooks export check clean distclean env-demo env
@@ -33,6 +34,8 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.made
+	@if [ -z "$(TORCH_INDEX)" ] && [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then \
+	  echo "note: no NVIDIA driver here; if pip now fetches gigabytes of CUDA, start over with TORCH_INDEX (see Makefile)"; fi
 	$(if $(TORCH_INDEX),$(pip) --no-deps --index-url $(TORCH_INDEX) torch)
 	@$(pip) setuptools
 	@touch $@

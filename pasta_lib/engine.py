@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Handle', 'Placed', 'place', 'erase', 'Read', 'Step',
            'pool_attention', 'attend', 'register_attention', 'Engine', 'bucket', 'CompiledStep', 'uniform', 'Sampling',
-           'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'feed', 'pick', 'Chunk', 'Request', 'strategy',
-           'ar', 'Job', 'ask', 'note', 'answer', 'check_queries', 'prompt_ids', 'Driver', 'Result', 'make_result',
-           'written', 'run', 'stream', 'samples', 'replay', 'replay_deviation']
+           'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'leave', 'feed', 'pick', 'teller', 'stopped',
+           'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer', 'check_queries', 'prompt_ids',
+           'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay', 'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-002
 import hashlib, inspect, math, time
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from .core import PastaError
 from .segments import SegmentTable, Layout, IGNORE
 from .masks import layout_logits
+from .metrics import critical_path, noncontrol_tokens
 from .models import check_supported, chat_ids, forward, literal_ids, StreamDecoder, using_attention
 from .pool import Pool, PoolFull
 
@@ -96,8 +97,9 @@ class Record:
             for i in own[n]:
                 yield i
                 for fork in after.get(i, ()): yield from walk(fork)
-        early = [f for at, forks in after.items() if self.kind[at] == 'prompt' for f in forks]
-        return [i for fork in early for i in walk(fork)] + list(walk(0)) if self.threads else []
+        first = [f for at, forks in after.items() if self.kind[at] == 'prompt' for f in forks]
+        loose = [n for n, t in enumerate(self.threads) if n and t.at is None]
+        return [i for n in [*first, *([0] if self.threads else []), *loose] for i in walk(n)]
 
 Record.columns = ('token', 'position', 'segment', 'slot', 'step', 'thread', 'prob', 'kind', 'control')
 
@@ -231,14 +233,14 @@ class Step:
     keys: list; values: list
     slots: torch.Tensor                      # where the new rows go (N,)
     reads: list
+    windows: tuple                           # per layer: its sliding window or None
 
-def pool_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
-                   step=None, **kwargs):
+def pool_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, step=None, **kwargs):
     "Attention of N new rows over the pool. query (1, heads, N, d); returns (1, N, heads, d). Design: one pool for all threads."
     keys, values = step.keys[module.layer_idx], step.values[module.layer_idx]
     keys.index_copy_(2, step.slots, key)
     values.index_copy_(2, step.slots, value)
-    window = sliding_window if sliding_window in step.reads[0].masks else None
+    window = step.windows[module.layer_idx]
     outs = [attend(query[:, :, r.rows], keys, values, r, r.masks[window], scaling, softcap) for r in step.reads]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1), None
 
@@ -268,26 +270,23 @@ def _slots(store, read: Read):
 NAME = 'pasta_pool'                         # the name under which models find `pool_attention`
 
 def register_attention():
-    "Make `pool_attention` known to transformers (done once, on import)."
+    "Make `pool_attention` known to transformers."
     from transformers import AttentionInterface
     AttentionInterface.register(NAME, pool_attention)
 
-# %% ../nbs/12_engine.ipynb #12engine-023
-register_attention()
-
-# %% ../nbs/12_engine.ipynb #12engine-025
+# %% ../nbs/12_engine.ipynb #12engine-024
 class Engine:
     """Runs strategies over one model and one pool. `slots`: size of the pool; `chunk`: most prompt tokens of a request per
     forward; `compile`: one compiled graph per padded shape (faster steps; 30-60 s per shape, once)."""
     def __init__(self, model, tokenizer=None, slots: int = 4096, page_size: int = 64, chunk: int = 512,
                  compile: bool = False, share_prefix: bool = True):
+        register_attention()
         self.model, self.tokenizer, self.facts = model.eval(), tokenizer, check_supported(model)
         self.chunk, self.share_prefix, self.device = chunk, share_prefix, model.device
         self.windows = sorted({w for w in self.facts.windows if w})
         self.pool = Pool(self.facts.layers, self.facts.kv_heads, self.facts.head_dim, slots, page_size, model.dtype, model.device)
         self.compiled = CompiledStep(self) if compile else None
         self.steps, self.seconds, self.model_seconds = 0, 0.0, 0.0
-        self._pass = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)   # a 4-D mask passes through transformers untouched
 
     def handle(self, room: int = 1) -> Handle: return Handle(self.pool, room, self.windows)
 
@@ -316,13 +315,13 @@ class Engine:
         slots = self.long(np.concatenate([p.physical for p in placed]))
         ids, positions = [t for p in placed for t in p.tokens], np.concatenate([p.positions for p in placed])
         return self.call(self.long(ids)[None], self.long(positions)[None],
-                         Step(self.pool.keys, self.pool.values, slots, reads), self.long(keep or [0]))[:len(keep)]
+                         Step(self.pool.keys, self.pool.values, slots, reads, self.facts.windows), self.long(keep or [0]))[:len(keep)]
 
     def call(self, ids, positions, step, keep):
         "The model itself, with our attention; counts the seconds it takes."
         start = time.perf_counter()
         with using_attention(self.model, NAME):
-            logits = forward(self.model, ids, positions, attention_mask=self._pass, logits_to_keep=keep, step=step)[0]
+            logits = forward(self.model, ids, positions, logits_to_keep=keep, step=step)[0]
         self.model_seconds += time.perf_counter() - start
         return logits
 
@@ -334,10 +333,10 @@ class Engine:
         mask = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(torch.from_numpy(~seen), -math.inf)
         return mask.repeat(self.facts.groups, 1)[None, None].to(self.device)
 
-# %% ../nbs/12_engine.ipynb #12engine-029
+# %% ../nbs/12_engine.ipynb #12engine-028
 def bucket(n: int, least: int = 1) -> int: return max(least, 1 << (n - 1).bit_length())
 
-# %% ../nbs/12_engine.ipynb #12engine-030
+# %% ../nbs/12_engine.ipynb #12engine-029
 class CompiledStep:
     "The engine's step with padded shapes, one compiled graph per (requests, rows each, slots each)."
     most_rows, least_slots = 64, 128
@@ -368,8 +367,8 @@ class CompiledStep:
 
     def _forward(self, ids, positions, slots, masks, index, keys, values):
         span, count = ((0, keys[0].shape[2]), 1) if index is None else (None, len(index))
-        step = Step(keys, values, slots, [Read(slice(0, ids.shape[1]), count, span, index, masks)])
-        return forward(self.engine.model, ids, positions, attention_mask=self.engine._pass, step=step)[0]
+        step = Step(keys, values, slots, [Read(slice(0, ids.shape[1]), count, span, index, masks)], self.engine.facts.windows)
+        return forward(self.engine.model, ids, positions, step=step)[0]
 
     def _view(self, placed, length):
         "First physical slot, where a lone request's slots can be read as a view; else None."
@@ -386,7 +385,7 @@ class CompiledStep:
         seen[len(placed):] = seen[len(placed) - 1]
         return torch.cat([self.engine.mask(one) for one in seen])
 
-# %% ../nbs/12_engine.ipynb #12engine-031
+# %% ../nbs/12_engine.ipynb #12engine-030
 def _width(p: Placed) -> int: return p.span[1] if p.span else len(p.index)
 def _numbers(p: Placed): return p.index if p.span is None else np.arange(p.span[0], sum(p.span))
 
@@ -395,7 +394,7 @@ def _rectangle(parts, count, width):
     rows = [list(p) + [p[-1]] * (width - len(p)) for p in parts]
     return np.array(rows + [rows[-1]] * (count - len(rows)), np.int64)
 
-# %% ../nbs/12_engine.ipynb #12engine-033
+# %% ../nbs/12_engine.ipynb #12engine-032
 def uniform(seed: int, thread: int, place: int) -> float:
     "A number in [0, 1) that depends on nothing else."
     digest = hashlib.blake2b(f'{seed}/{thread}/{place}'.encode(), digest_size=8).digest()
@@ -425,7 +424,7 @@ class Sampling:
 class OptionError(PastaError):
     "An option that makes no sense."
 
-# %% ../nbs/12_engine.ipynb #12engine-034
+# %% ../nbs/12_engine.ipynb #12engine-033
 def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     "The token that the uniform number `u` picks from `logits` (V,) after temperature, top-k and top-p."
     if s.temperature == 0: return int(logits.float().argmax())
@@ -438,7 +437,7 @@ def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     edges = p.cumsum(0)
     return min(int(torch.searchsorted(edges, u * edges[-1], right=True)), int(p.nonzero()[-1]))
 
-# %% ../nbs/12_engine.ipynb #12engine-037
+# %% ../nbs/12_engine.ipynb #12engine-036
 @dataclass(eq=False)
 class Line:
     "A thread while it is being decoded."
@@ -451,11 +450,14 @@ class Line:
     sampled: int = 0
     prob: float = math.nan                       # of the token chosen last
     text: str = ''                               # what it has said, where somebody listens
-    decoder: object = None
+    tell: Callable | None = None                 # hears every token as it is chosen, where somebody listens
+    controls: list = field(default_factory=list) # (start, end) in `ids`: tokens that are tags
+    limit: int | None = None                     # of its own sampled tokens
+    stop: tuple = ()                             # texts that end it
     @property
     def done(self) -> bool: return self.info.finish_reason is not None
 
-# %% ../nbs/12_engine.ipynb #12engine-038
+# %% ../nbs/12_engine.ipynb #12engine-037
 class Decoding(Handle):
     "What a strategy holds: its request's handle, prompt, sampling, and the threads it has opened."
     def __init__(self, engine: Engine, request: 'Request', ids: list[int], listen: Callable | None = None):
@@ -465,15 +467,18 @@ class Decoding(Handle):
         self.sampling, self.listen = request.sampling, listen
         self.lines: list[Line] = []
         self.total, self.counts = 0, {}              # sampled tokens; the strategy's own counters
+        self.plain: Callable | None = None           # tagged text -> text, where tags are not whole tokens
         self.eos = set() if self.sampling.ignore_eos else eos_ids(engine.model, engine.tokenizer)
 
-    def line(self, name: str, parents=(), position: int = 0, **info) -> Line:
+    def line(self, name: str, parents=(), position: int = 0, stop: Sequence[str] = (), **info) -> Line:
         "A new thread with a segment of its own; `info` as in `Thread`."
         thread = Thread(name, self.open(parents, name), **info)
         self.record.threads.append(thread)
-        listening = self.tokenizer is not None and (self.listen or self.sampling.stop)
-        self.lines.append(Line(len(self.lines), thread, thread.segment, position, decoder=StreamDecoder(self.tokenizer) if listening else None))
-        return self.lines[-1]
+        limit = self.sampling.max_thread_tokens if self.lines else None
+        line = Line(len(self.lines), thread, thread.segment, position, limit=limit, stop=self.sampling.stop + tuple(stop))
+        if self.tokenizer is not None and (self.listen or line.stop): line.tell = teller(self, line)
+        self.lines.append(line)
+        return line
 
     def prompt(self, line: Line) -> Queries:
         "The prompt as queries; its beginning is shared where another request has already written it."
@@ -486,32 +491,37 @@ class Decoding(Handle):
         notes = [(line.number, 'prompt', math.nan, False)] * (len(self.ids) - n)
         return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes)
 
-# %% ../nbs/12_engine.ipynb #12engine-039
+# %% ../nbs/12_engine.ipynb #12engine-038
 def eos_ids(model, tokenizer=None) -> set[int]:
     "The tokens that end an answer, as the model's generation settings and its tokenizer say."
     said = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
     said = list(said) if isinstance(said, (list, tuple)) else [said]
     return {int(i) for i in said + [getattr(tokenizer, 'eos_token_id', None)] if i is not None}
 
-# %% ../nbs/12_engine.ipynb #12engine-041
+# %% ../nbs/12_engine.ipynb #12engine-040
 def push(line: Line, tokens: int | Iterable[int], kind: str = 'forced', prob: float = math.nan, control: bool = False):
     "The line's next tokens, to be fed in the next forward."
     for t in [tokens] if isinstance(tokens, int) else tokens:
         line.queue.append((t, line.position, line.segment, (line.number, kind, prob, control)))
         line.position += 1
-        if kind == 'forced': line.ids.append(t)
+        if kind == 'forced':
+            line.ids.append(t)
+            if line.tell: line.tell(t)
+
+def leave(h: Decoding, line: Line, token: int):
+    "Note a token that was chosen but will not be fed, such as one that only said 'stop here'."
+    h.record.add(token, line.position, line.segment, -1, h.forwards + 1, line.number, line.prob, 'sampled', True)
 
 def feed(lines: Iterable[Line], silent: Iterable[Line] = ()) -> Queries:
-    "All that these lines pushed, as one set of queries; the last row of each of `lines` (not of `silent`) wants logits."
+    "All that these lines pushed, as one set of queries, in this order; the last row of each wants logits, unless it is silent."
     rows, want = [], []
-    for line in silent: rows, line.queue = rows + line.queue, []
     for line in lines:
         rows, line.queue = rows + line.queue, []
-        want.append(len(rows) - 1)
+        if line not in silent: want.append(len(rows) - 1)
     tokens, positions, segments, notes = zip(*rows)
     return Queries(tokens, positions, segments, want, notes=list(notes))
 
-# %% ../nbs/12_engine.ipynb #12engine-042
+# %% ../nbs/12_engine.ipynb #12engine-041
 def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int | None]:
     """Each line's next token from its row of logits (lines, V); None once the request has had its `max_new_tokens`.
     Sets a line's `finish_reason` where the token ends it: eos, stop or length."""
@@ -523,17 +533,16 @@ def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int |
         h.total, line.sampled = h.total + 1, line.sampled + 1
         line.ids.append(token)
         line.prob = float(logits[n].float().softmax(-1)[token]) if h.sampling.probabilities else math.nan
-        most = h.sampling.max_thread_tokens if line.number else None
         if token in h.eos: line.info.finish_reason = 'eos'
-        elif _says(h, line, token): line.info.finish_reason = 'stop'
-        elif h.total >= h.sampling.max_new_tokens or line.sampled == most: line.info.finish_reason = 'length'
+        elif stopped(h, line, token): line.info.finish_reason = 'stop'
+        elif h.total >= h.sampling.max_new_tokens or line.sampled == line.limit: line.info.finish_reason = 'length'
     return tokens
 
-# %% ../nbs/12_engine.ipynb #12engine-043
+# %% ../nbs/12_engine.ipynb #12engine-042
 def _choose(h: Decoding, lines, logits) -> list[int]:
     "Scripted tokens where there is a script; else drawn, each from its own number."
     s = h.sampling
-    script = [(s.script or {}).get(line.info.name, ())[len(line.ids):len(line.ids) + 1] for line in lines]
+    script = [(s.script or {}).get(line.info.name, ())[line.sampled:line.sampled + 1] for line in lines]
     if s.temperature == 0 and not s.processors and not any(script): return logits.float().argmax(-1).tolist()
     return [int(words[0]) if len(words) else draw(_processed(s, line, row), s, uniform(h.request.seed, line.number, line.sampled))
             for line, row, words in zip(lines, logits, script)]
@@ -544,24 +553,30 @@ def _processed(s: Sampling, line: Line, row):
         else: row = p(line.ids, row)
     return row
 
-def _says(h: Decoding, line: Line, token: int) -> bool:
-    "Pass the token's text on to whoever listens; True when the line has said a stop text."
-    if line.decoder is None: return False
-    piece = line.decoder.push(token)
-    before, line.text = len(line.text), line.text + piece
-    if h.listen: h.listen(Chunk(h.request, line.info.name, token, piece, h.forwards + 1))
-    for stop in h.sampling.stop:
-        at = line.text.find(stop, max(0, before - len(stop)))
-        if at >= 0: line.info.trim = len(line.text) - at
-        if at >= 0: return True
-    return False
+def teller(h: Decoding, line: Line) -> Callable:
+    "A function that turns the line's tokens into text and passes it on to whoever listens."
+    decoder = StreamDecoder(h.tokenizer)
+    def tell(token: int):
+        piece = decoder.push(token)
+        line.text += piece
+        if h.listen: h.listen(Chunk(h.request, line.info.name, token, piece, h.forwards + 1))
+    return tell
+
+def stopped(h: Decoding, line: Line, token: int) -> bool:
+    "Tell whoever listens; True once the line has said a stop text."
+    if line.tell is None: return False
+    before = len(line.text)
+    line.tell(token)
+    found = [line.text.find(stop, max(0, before - len(stop))) for stop in line.stop]
+    line.info.trim = max((len(line.text) - at for at in found if at >= 0), default=0)
+    return line.info.trim > 0
 
 @dataclass(frozen=True)
 class Chunk:
     "A piece of text as it is decoded, for streaming."
     request: 'Request'; thread: str; token: int; text: str; step: int
 
-# %% ../nbs/12_engine.ipynb #12engine-045
+# %% ../nbs/12_engine.ipynb #12engine-044
 @dataclass(eq=False)
 class Request:
     "One thing to decode: a strategy, a prompt (text, chat messages or token ids), options."
@@ -591,7 +606,7 @@ def strategy(fn):
     request.generator = fn
     return request
 
-# %% ../nbs/12_engine.ipynb #12engine-046
+# %% ../nbs/12_engine.ipynb #12engine-045
 @strategy
 def ar(h):
     "Autoregressive decoding: one token after the other."
@@ -603,7 +618,7 @@ def ar(h):
         if main.done: return
         logits = yield feed([main])
 
-# %% ../nbs/12_engine.ipynb #12engine-048
+# %% ../nbs/12_engine.ipynb #12engine-047
 class Job:
     "A request on its way: its generator, what it asks now, and how much of that is answered."
     def __init__(self, engine: Engine, request: Request, number: int, listen=None, keep_logits=False):
@@ -637,7 +652,7 @@ class Job:
 
     def end(self): self.done = True
 
-# %% ../nbs/12_engine.ipynb #12engine-049
+# %% ../nbs/12_engine.ipynb #12engine-048
 def ask(job: Job) -> Placed | None:
     "Place the job's next queries (a chunk of a long prompt); None if its request could not go on."
     q, h = job.queries, job.h
@@ -680,7 +695,7 @@ def answer(job: Job, logits: torch.Tensor):
     if q.prefill and job.engine.share_prefix and h.pages.used >= len(job.ids): job.engine.pool.register(job.ids, h.pages)
     job.go(lambda: job.generator.send(torch.cat(job.parts) if len(job.parts) > 1 else job.parts[0]))
 
-# %% ../nbs/12_engine.ipynb #12engine-050
+# %% ../nbs/12_engine.ipynb #12engine-049
 def check_queries(q: Queries, vocab: int):
     "Raise QueryError for what a model can't be asked."
     if not isinstance(q, Queries): raise QueryError(f'a strategy yielded {type(q).__name__}', fix='yield Queries')
@@ -705,7 +720,7 @@ def prompt_ids(engine: Engine, request: Request) -> list[int]:
     if len(ids) > engine.pool.slots: raise PoolFull(f'a prompt of {len(ids)} tokens', f'pool of {engine.pool.slots} slots', 'make the pool larger: Engine(slots=…)')
     return ids
 
-# %% ../nbs/12_engine.ipynb #12engine-051
+# %% ../nbs/12_engine.ipynb #12engine-050
 class Driver:
     "Runs requests together: admission, one merged forward per turn, results as they finish."
     def __init__(self, engine: Engine, requests: Sequence[Request], listen=None, keep_logits=False):
@@ -767,7 +782,7 @@ class Driver:
             if job.h: job.h.pages.release()
             yield result
 
-# %% ../nbs/12_engine.ipynb #12engine-053
+# %% ../nbs/12_engine.ipynb #12engine-052
 @dataclass
 class Result:
     "What became of one request."
@@ -797,7 +812,7 @@ class Result:
         out = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in skip}
         return {**out, **self.counts, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
-# %% ../nbs/12_engine.ipynb #12engine-054
+# %% ../nbs/12_engine.ipynb #12engine-053
 def make_result(job: Job) -> Result:
     "Assemble a request's result; tokens that were chosen but never fed are kept, with slot -1."
     h, r = job.h, job.request
@@ -806,11 +821,15 @@ def make_result(job: Job) -> Result:
         for token, position, segment, (thread, kind, prob, control) in line.queue:
             record.add(token, position, segment, -1, h.forwards + 1, thread, prob, kind, control)
         line.info.finish_reason = line.info.finish_reason or job.reason or ('length' if h.total >= h.sampling.max_new_tokens else 'end')
+        own = [i for i, n in enumerate(record.thread) if n == line.number and record.kind[i] != 'prompt']
+        for start, end in line.controls:
+            for i in own[start:end]: record.control[i] = True
     order = record.order
-    path = max(record.step, default=0)
-    free = sum(not record.control[i] for i in order)
+    path, free = critical_path(record).length, noncontrol_tokens(record)
     reason = job.reason if job.error is not None else record.threads[0].finish_reason if record.threads else 'error'
-    return Result(r, job.number, written(record, job.engine.tokenizer), written(record, job.engine.tokenizer, tags=True, eos=h.eos if h else ()),
+    tagged = written(record, job.engine.tokenizer, tags=True, eos=h.eos if h else ())
+    text = h.plain(tagged) if h and h.plain else written(record, job.engine.tokenizer)
+    return Result(r, job.number, text, tagged,
                   [record.token[i] for i in order], reason, len(job.ids), len(order), h.forwards if h else 0, h.prefill_forwards if h else 0,
                   path, free / path if path else 0.0, sum(t.parent is not None for t in record.threads), sum(record.seconds),
                   record.prefill_seconds, {t.name: t.finish_reason for t in record.threads}, record, h.counts if h else {}, job.error)
@@ -830,7 +849,7 @@ def written(record: Record, tokenizer, tags: bool = False, eos: Iterable[int] = 
         out, before = out + (text[:-trim] if trim else text), (before + ids)[-4:]
     return out
 
-# %% ../nbs/12_engine.ipynb #12engine-055
+# %% ../nbs/12_engine.ipynb #12engine-054
 def run(engine: Engine, requests: Request | Sequence[Request], listen: Callable | None = None, keep_logits: bool = False) -> list[Result]:
     """Decode requests together; results in the order of the requests. `listen` is called with every `Chunk` of text;
     `keep_logits` keeps the logits that the runtime saw (`record.logits`), for `replay`. Ctrl-C ends all with what they have."""
@@ -849,7 +868,7 @@ def samples(request: Request, n: int) -> list[Request]:
 
 Engine.run, Engine.stream = run, stream
 
-# %% ../nbs/12_engine.ipynb #12engine-060
+# %% ../nbs/12_engine.ipynb #12engine-059
 def replay(record: Record) -> tuple[Layout, list[int]]:
     "The record as one training row (tokens in the order they entered the pool), and the record index of each token."
     kept = [i for i, slot in enumerate(record.slot) if slot >= 0]

@@ -24,7 +24,7 @@ from .segments import Layout, SegmentTable
 class MaskError(PastaError):
     "A mask that cannot be made: rows of unequal length, or a model whose attention no table expresses."
 
-def _rows(layout: Layout | Sequence[Layout]) -> list[Layout]: return [layout] if isinstance(layout, Layout) else list(layout)
+def _rows(layout) -> list[Layout]: return [layout] if isinstance(layout, Layout) else list(layout)
 
 # %% ../nbs/03_masks.ipynb #03masks-008
 @dataclass
@@ -121,12 +121,12 @@ def attention_windows(model_or_config) -> int | None | dict[str, int | None]:
     window, kinds = getattr(config, 'sliding_window', None), getattr(config, 'layer_types', None)
     if not kinds: return window
     if other := sorted(set(kinds) - {'full_attention', 'sliding_attention'}):
-        raise MaskError(f'layers of kind {", ".join(other)}', config.model_type, 'use a model with full or sliding attention')
+        raise MaskError(f'layers of kind {", ".join(other)}', config.model_type, 'only full and sliding attention work')
     return {'full_attention': None, 'sliding_attention': window} if 'sliding_attention' in kinds else None
 
 # %% ../nbs/03_masks.ipynb #03masks-030
 def hf_mask(model_or_config, layout: Layout | Sequence[Layout], dtype: torch.dtype | None = None, device=None):
-    """What a transformers causal LM takes as `attention_mask` to see one or B layouts: (B, 1, N, N) boolean or additive,
+    """What a transformers causal LM takes as `attention_mask` for one or B layouts: (B, 1, N, N) boolean or additive,
     a BlockMask, or a dict of these by kind of layer. `dtype`: torch.bool, or the float type of an additive mask; by
     default boolean under sdpa, a BlockMask under flex_attention, else additive in the model's type."""
     config = getattr(model_or_config, 'config', model_or_config)
@@ -136,7 +136,8 @@ def hf_mask(model_or_config, layout: Layout | Sequence[Layout], dtype: torch.dty
     if dtype is None and attention == 'flex_attention':
         make = lambda window: block_mask(rows, window=window, device=device)
     else:
-        kind = dtype or (torch.bool if attention == 'sdpa' else getattr(model_or_config, 'dtype', None) or torch.float32)
+        usual = torch.bool if attention == 'sdpa' else getattr(model_or_config, 'dtype', None)
+        kind = dtype or usual or torch.float32
         square = lambda window: dense_mask(rows, window, device=device)[:, None]
         make = square if kind == torch.bool else lambda window: additive_mask(square(window), kind)
     return {kind: make(window) for kind, window in windows.items()} if isinstance(windows, dict) else make(windows)
@@ -175,15 +176,16 @@ def show_mask(layout: Layout, names: bool = True, ax=None, window: int | None = 
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
     if ax is None: _, ax = plt.subplots(figsize=(7, 6))
-    colors, classes, runs = ['#f7f7f5', '#d9d4e8', '#f2d0b8', '#2a6f97', '#8ecae6'], verdicts(layout, window), _runs(layout)
+    colors = ['#f7f7f5', '#d9d4e8', '#f2d0b8', '#2a6f97', '#8ecae6']
+    classes, runs = verdicts(layout, window), _runs(layout)
     ax.imshow(classes, cmap=ListedColormap(colors), vmin=0, vmax=4, interpolation='nearest')
     for start, _ in runs[1:]: ax.axhline(start - .5, color='w', lw=1.5); ax.axvline(start - .5, color='w', lw=1.5)
     middle = [(a + b - 1) / 2 for a, b in runs]
     labels = [layout.table.names[layout.segment[a]][:20] if names else '' for a, _ in runs]
     ax.set_xticks(middle, labels, rotation=40, ha='right'); ax.set_yticks(middle, labels)
     ax.set(xlabel='may be read (key)', ylabel='reads (query)')
-    present = np.unique(classes)
-    ax.legend(handles=[Patch(color=colors[c], label=_LEGEND[c]) for c in present], loc='upper left', bbox_to_anchor=(1, 1), frameon=False)
+    handles = [Patch(color=colors[c], label=_LEGEND[c]) for c in np.unique(classes)]
+    ax.legend(handles=handles, loc='upper left', bbox_to_anchor=(1, 1), frameon=False)
     return ax
 
 # %% ../nbs/03_masks.ipynb #03masks-044
@@ -214,7 +216,7 @@ def explain(layout: Layout, q: int, k: int, window: int | None = None) -> str:
     (s, t), (p, r) = layout.segment[[q, k]].tolist(), layout.position[[q, k]].tolist()
     name, readable = layout.table.names, bool(dense_mask(layout, window, [q], [k]))
     if window and not readable and bool(dense_mask(layout, None, [q], [k])):
-        why = f'its position {r} and {p} are {abs(p - r)} apart, and the window is {window}'
+        why = f'their positions {p} and {r} are {abs(p - r)} apart, and the window is {window}'
     elif q == k: why = 'a token always reads itself'
     elif s == t: why = _why_inside(layout.table, s, p, r)
     else: why = _why_between(layout.table, s, t)
@@ -227,11 +229,12 @@ def _why_inside(table: SegmentTable, s: int, p: int, r: int) -> str:
 # %% ../nbs/03_masks.ipynb #03masks-050
 def _why_between(table: SegmentTable, s: int, t: int) -> str:
     "Why segment s reads segment t, or why it doesn't."
-    name, path, way = table.names, chain(table, s, t), lambda path: ' ← '.join(f"'{table.names[i]}'" for i in path[::-1])
-    if table.reads[s, t]: return f'{way(path)}, parent by parent' if path else f"'{name[s]}' was opened to read it"
+    name, path = table.names, chain(table, s, t)
+    way = ' ← '.join(f"'{name[i]}'" for i in path[::-1])
+    if table.reads[s, t]: return f'{way}, parent by parent' if path else f"'{name[s]}' was opened to read it"
     if path:
         blind = [i for i in path if not table.reads[i, t]][-1]
-        return f"{way(path)}, but '{name[blind]}' was opened without it"
+        return f"{way}, but '{name[blind]}' was opened without it"
     if table.reads[t, s]: return f"'{name[t]}' comes after '{name[s]}', which cannot look ahead"
     common = np.flatnonzero(table.reads[s] & table.reads[t])
     both = np.flatnonzero(table.reads[:, s] & table.reads[:, t])
@@ -269,12 +272,14 @@ class LeakReport:
         return '\n'.join(lines)
 
 # %% ../nbs/03_masks.ipynb #03masks-058
-def leak_test(model, layout: Layout, segment: int | str, mask=None, tolerance: float = 1e-6, seed: int = 0) -> LeakReport:
+def leak_test(model, layout: Layout, segment: int | str, mask=None, tolerance: float = 1e-6,
+              seed: int = 0) -> LeakReport:
     """Replace the tokens of a segment (number or name), compare the logits of every other segment before and after.
     `mask`: test this attention mask instead of the layout's own. A change that isn't a number counts as infinite."""
-    if isinstance(segment, str):
-        if segment not in layout.table.names: raise MaskError(f'no segment is called {segment!r}', str(layout.table.names))
-        segment = layout.table.names.index(segment)
+    names = layout.table.names
+    if isinstance(segment, str) and segment not in names:
+        raise MaskError(f'no segment is called {segment!r}', str(names))
+    segment = names.index(segment) if isinstance(segment, str) else segment
     before, at = layout_logits(model, layout, mask), layout.segment == segment
     shift = np.random.default_rng(seed).integers(1, before.shape[-1], len(layout))
     other = np.where(at, (layout.ids + shift) % before.shape[-1], layout.ids)

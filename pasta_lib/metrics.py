@@ -56,7 +56,8 @@ class _ToyRun:
 
     def ids(self, text): return self.words.encode(' w' * text if isinstance(text, int) else text)
 
-    def sampled(self, text, control=False, block=None): return [(id, 'sampled', control, block) for id in self.ids(text)]
+    def sampled(self, text, control=False, block=None):
+        return [(id, 'sampled', control, block) for id in self.ids(text)]
 
     def script(self, items):
         queue = []
@@ -189,7 +190,7 @@ def _run(self):
             while pairs and self.set(pairs[0][0], -1 if pairs[0][1] is None else pairs[0][1]): pairs.pop(0)
         if sum(map(len, todo.values())) == before:
             stuck = min(p[0][0] for p in todo.values() if p)
-            raise MetricError('tokens wait for each other', f'token {stuck} of the record', 'check threads\' at and joined')
+            raise MetricError('tokens wait for each other', f'token {stuck} of the record', 'check at and joined')
     return self
 
 _Clock.set, _Clock.run = _set, _run
@@ -197,7 +198,7 @@ _Clock.set, _Clock.run = _set, _run
 # %% ../nbs/44_metrics.ipynb #44metrics-023
 @dataclass(frozen=True)
 class Link:
-    "Fork `fork` held up thread `thread` at record token `sync` (None: at the end of the answer). Times in decode steps."
+    "Fork `fork` held up thread `thread` at record token `sync` (None: at the answer's end). Times in decode steps."
     thread: int
     fork: int
     sync: int | None
@@ -233,7 +234,8 @@ class CriticalPath:
         if not late: return f'{self.length} steps; no thread waited for a fork'
         where = lambda l: 'the end' if l.sync is None else 'a sync'
         return '\n'.join([f'{self.length} steps'] + [
-            f'{n[l.fork]} took {l.length} steps from step {l.spawn}: {n[l.thread]} waited {l.waited} at {where(l)}' for l in late])
+            f'{n[l.fork]} took {l.length} steps from step {l.spawn}: {n[l.thread]} waited {l.waited} at {where(l)}'
+            for l in late])
 
 # %% ../nbs/44_metrics.ipynb #44metrics-025
 def critical_path(record) -> CriticalPath:
@@ -252,8 +254,8 @@ def _names(record) -> list[str]: return [t.name + (f' ({t.topic})' if t.topic el
 def _links(record, clock, length) -> list[Link]:
     "The slowest fork of each join, then the fork that outlived its parent, if any."
     def link(fork, sync, main, at):
-        spawned = record.threads[fork].at
-        return Link(record.threads[fork].parent or 0, fork, sync, clock.at(-1 if spawned is None else spawned), main, at)
+        t = record.threads[fork]
+        return Link(t.parent or 0, fork, sync, clock.at(-1 if t.at is None else t.at), main, at)
     end = lambda f: clock.at(clock.last(f))
     links = [link(max(forks, key=end), i, clock.main[i], max(clock.main[i], max(map(end, forks))))
              for i, forks in sorted(clock.joins.items()) if i in clock.main]
@@ -296,7 +298,8 @@ def draw_critical_path(record, ax=None):
         ax.barh(l.thread, l.waited, left=l.main, height=.62, fc='white', ec='grey', alpha=.8, hatch='////', lw=0)
     xs = [x for leg in path.legs for x in (leg.start, leg.stop)]
     ax.plot(xs, [leg.thread for leg in path.legs for _ in 'ab'], color='black', lw=2.5, solid_joinstyle='round')
-    ax.set(yticks=range(n), yticklabels=path.names, xlabel='decode step', xlim=(0, path.length or 1), ylim=(n - .4, -.6))
+    ax.set(yticks=range(n), yticklabels=path.names, ylim=(n - .4, -.6))
+    ax.set(xlim=(0, path.length or 1), xlabel='decode step')
     ax.set_title(f'critical path: {path.length} steps', loc='left', fontsize=10)
     ax.spines[['top', 'right', 'left']].set_visible(False)
     return ax
@@ -314,7 +317,7 @@ def noncontrol_tokens(record, forced: bool = False) -> int:
     return sum(kind in kinds and not control for kind, control in zip(record.kind, record.control))
 
 def theoretical_speedup(baseline_tokens: int, critical_path: CriticalPath | int) -> float:
-    "Tokens of the baseline's answer / longest chain of decode steps (thesis, section 3.6.1). `MetricError` unless both > 0."
+    "Tokens of the baseline's answer / longest chain of decode steps (thesis, 3.4). `MetricError` unless both > 0."
     return _positive(baseline_tokens, 'the number of baseline tokens') / _positive(critical_path, 'the critical path')
 
 def parallelism(noncontrol_tokens: int, critical_path: CriticalPath | int) -> float:
@@ -382,14 +385,16 @@ def _cell(value) -> str:
     return f'{value:.2f}' if isinstance(value, float) else str(value)
 
 def summary_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A text table of one dict per answer and, below, both means of every float column (integers are counts: no mean).
+    """A text table, one line per dict, and below both means of every float column (integers are counts: no mean).
 
-    The first key names the row. Missing values (None, nan) show as `-` and don't count. `MetricError` as in the means."""
+    The first key names the row. Missing values (None, nan) show as `-`, uncounted. `MetricError` as in the means."""
     if not rows: raise MetricError('a table of no rows', fix='give at least one row')
     columns = list(dict.fromkeys(c for r in rows for c in r))
     body = [[_cell(r.get(c)) for c in columns] for r in rows]
     means = [_mean_row(f'{m.__name__.replace("_", " ")}', m, rows, columns) for m in (geometric_mean, arithmetic_mean)]
     widths = [max(map(len, column)) for column in zip(columns, *body, *means)]
-    line = lambda cells: '  '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))).rstrip()
+    def line(cells):
+        first, *others = zip(cells, widths)
+        return '  '.join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
     rule = '-' * (sum(widths) + 2 * (len(widths) - 1))
     return '\n'.join([line(columns), rule, *map(line, body), rule, *map(line, means)])

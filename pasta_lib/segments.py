@@ -35,8 +35,13 @@ class SegmentTable:
         "`reads[q, k]`: may segment q read segment k? A (segments, segments) view; ask again after `open`."
         return self._reads[:len(self), :len(self)]
 
-    def row(self, q: int) -> np.ndarray: return self.reads[self._known(q, 'segment')[0]]                   # what q reads
-    def readers(self, k: int) -> np.ndarray: return np.flatnonzero(self.reads[:, self._known(k, 'segment')[0]])
+    def row(self, q: int) -> np.ndarray:
+        "What segment q reads: a (segments,) boolean view."
+        return self.reads[self._known(q, 'segment')[0]]
+
+    def readers(self, k: int) -> np.ndarray:
+        "The segments that read segment k."
+        return np.flatnonzero(self.reads[:, self._known(k, 'segment')[0]])
 
     def open(self, parents: Iterable[int] = (), name: str | None = None, causal: bool = True,
              without: Iterable[int] = (), reads: Iterable[int] | None = None) -> int:
@@ -157,7 +162,7 @@ def pair_blocks(pieces: Iterable) -> list[tuple]:
     pairs = []
     for n, piece in enumerate(pieces):
         if piece.kind not in ('text', 'promise', 'async', 'sync'):
-            raise SegmentError(f'unknown kind of piece {piece.kind!r}', f'piece {n}', 'use text, promise, async or sync')
+            raise SegmentError(f'unknown kind of piece {piece.kind!r}', f'piece {n}', 'text, promise, async or sync')
         if piece.kind != 'text' and not len(piece.ids): raise SegmentError(f'{piece.kind} without tokens', f'piece {n}')
         if piece.kind != 'async': pairs.append((piece, None))
         elif not pairs or pairs[-1][0].kind != 'promise' or pairs[-1][1] is not None:
@@ -237,17 +242,18 @@ def segment_colors(n: int) -> list:
 
 # %% ../nbs/02_segments.ipynb #02segments-038
 def show_layout(layout: Layout, tokens: Sequence[str] | None = None, ax=None):
-    "Draw a layout: one box per token (document order × position), coloured by segment, arrows from parents. Returns ax."
+    "Draw a layout: a box per token (document order × position), coloured by segment; arrows from parents. Returns ax."
     import matplotlib.pyplot as plt
     n, colors = len(layout), segment_colors(len(layout.table))
     if ax is None: _, ax = plt.subplots(figsize=(min(14, 3 + .42 * n), 5))
-    ax.bar(range(n), height=1, bottom=layout.position, width=1, color=[colors[s] for s in layout.segment], edgecolor='white')
+    ax.bar(range(n), 1, width=1, bottom=layout.position, color=[colors[s] for s in layout.segment], edgecolor='white')
     for i, text in enumerate(tokens or []):
         ax.text(i + .75, layout.position[i] + .3, text, rotation=30, fontsize=8, ha='left', va='bottom')
     for s in np.unique(layout.segment): _arrows(layout, s, ax)
     ax.set(xlabel='order in the document', ylabel='position', xlim=(-1, n + 2))
     ax.set_ylim(layout.position.max(initial=0) + 2, layout.position.min(initial=0) - 3)
     for side in ('top', 'right'): ax.spines[side].set_visible(False)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     return ax
 
 def _arrows(layout: Layout, s: int, ax):
@@ -257,8 +263,9 @@ def _arrows(layout: Layout, s: int, ax):
         end = np.flatnonzero(layout.segment == parent)
         if not len(end): continue
         start, goal = (end[-1], layout.position[end[-1]] + .5), (at[0], layout.position[at[0]] + .5)
-        ax.annotate('', goal, start, arrowprops=dict(arrowstyle='->', color='.35', lw=1, connectionstyle='arc3,rad=-.15'))
-    ax.text(at[-1] - .8, layout.position[at[-1]] + .5, layout.table.names[s][:24], fontsize=8, ha='right', va='center', color='.25')
+        ax.annotate('', goal, start, arrowprops=dict(arrowstyle='->', color='.35', connectionstyle='arc3,rad=-.15'))
+    x, y, name = at[-1] - .8, layout.position[at[-1]] + .5, layout.table.names[s][:24]
+    ax.text(x, y, name, fontsize=8, ha='right', va='center', color='.25')
 
 # %% ../nbs/02_segments.ipynb #02segments-044
 def pack(layouts: Sequence[Layout], length: int | None = None, pad_id: int = 0) -> Layout:
@@ -266,7 +273,7 @@ def pack(layouts: Sequence[Layout], length: int | None = None, pad_id: int = 0) 
     its own. `SegmentError` if they don't fit."""
     total, table = sum(map(len, layouts)), SegmentTable()
     length = total if length is None else length
-    if total > length: raise SegmentError(f'{total} tokens do not fit in a row of {length}', fix='pack fewer or a longer row')
+    if total > length: raise SegmentError(f'{total} tokens do not fit in a row of {length}', fix='pack fewer')
     first = [table.extend(l.table, f'{n}. ' if len(layouts) > 1 else '') for n, l in enumerate(layouts)]
     rows = [(l.ids, l.segment + f, l.position, l.label) for l, f in zip(layouts, first)]
     if pad := length - total:

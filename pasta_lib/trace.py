@@ -14,7 +14,7 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 
 from .core import PastaError
-from .metrics import (critical_path, noncontrol_tokens, parallelism, thread_colours, waiting_profile, written_steps)
+from .metrics import critical_path, noncontrol_tokens, parallelism, thread_colours, written_steps
 
 # %% ../nbs/15_trace.ipynb #15trace-004
 class TraceError(PastaError):
@@ -33,7 +33,7 @@ def _split(ids: list[int], decode) -> list[str]:
     out, start, read, before = [], 0, 0, ''
     for end in range(1, len(ids) + 1):
         now = decode(ids[start:end])
-        if now.endswith('\ufffd') and end < len(ids) and end - read < 8: out.append('')
+        if now.endswith('\ufffd') and end < len(ids) and end - read < 4: out.append('')
         else:
             out.append(now[len(before):])
             start, read = read, end
@@ -62,11 +62,12 @@ def _links_of(record) -> list[tuple[int, int, int]]:
     own = {}
     for i, n in enumerate(record.thread): own.setdefault(n, []).append(i)
     forks = [(n, t.at, own[n][0]) for n, t in enumerate(record.threads) if t.at is not None and n in own]
-    return forks + [(n, own[n][-1], t.joined) for n, t in enumerate(record.threads) if t.joined is not None and n in own]
+    joins = [(n, own[n][-1], t.joined) for n, t in enumerate(record.threads) if t.joined is not None and n in own]
+    return forks + joins
 
 # %% ../nbs/15_trace.ipynb #15trace-013
 def timeline(record, tokenizer=None, ax=None):
-    """Draw the pool over time: decode step × logical slot, a colour per thread, forks and joins dotted; returns the axes.
+    """Draw the pool over time, decode step × logical slot, a colour per thread, forks and joins dotted; returns axes.
 
     With a tokenizer, answers of up to 60 tokens show their words. Tokens that never entered the pool have no place."""
     import matplotlib.pyplot as plt
@@ -88,23 +89,31 @@ def _decorate(ax, record, steps, slot, colours, end):
     "Forks and joins, axes, legend."
     from matplotlib.patches import Patch
     for n, a, b in _links_of(record):
-        if slot[a] >= 0 and slot[b] >= 0: ax.plot([steps[a] - .5, steps[b] - .5], [slot[a], slot[b]], ':', color=colours[n], lw=1.4)
+        if slot[a] < 0 or slot[b] < 0: continue
+        ax.plot([steps[a] - .5] + 2 * [steps[b] - .5], 2 * [slot[a]] + [slot[b]],
+                color=colours[n], lw=1.6, ls=':', marker='o', ms=3, markevery=[0, 2])
     ax.set(xlabel='decode step', ylabel='slot', xlim=(0, max(1, end)), ylim=(-.5, slot.max(initial=0) + .5))
     names = [t.name + (f' ({t.topic})' if t.topic else '') for t in record.threads]
     ax.legend([Patch(color=c) for c in colours], names, frameon=False, loc='upper left')
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.spines[['top', 'right']].set_visible(False)
 
 def _words(ax, text, steps, slot, end):
     "Each token's text beside its cell."
     size = max(4, min(8, 300 / max(1, slot.max(initial=0))))
     for t, x, y in zip(text, steps, slot):
-        if x > 0 and y >= 0 and x < end: ax.text(x + .15, y, _visible(t.strip() or t).replace('$', r'\$'), fontsize=size, va='center')
+        if 0 < x < end and y >= 0:
+            ax.text(x + .15, y, _visible(t.strip() or t).replace('$', r'\$'), fontsize=size, va='center')
 
 def _visible(text: str) -> str:
     "Text that can stand in one line of a terminal or a figure: control characters become pictures of themselves."
-    text = text.replace('\n', '↵').replace('\t', '⇥')
-    return ''.join(chr(0x2400 + ord(c)) if ord(c) < 32 else '␡' if ord(c) == 127 else c
-                   if unicodedata.category(c) not in ('Cc', 'Cs') else '\ufffd' for c in text)
+    return ''.join(map(_shown, text.replace('\n', '↵').replace('\t', '⇥')))
+
+def _shown(c: str) -> str:
+    if ord(c) < 32: return chr(0x2400 + ord(c))
+    if ord(c) == 127: return '␡'
+    turns = '\u202a' <= c <= '\u202e' or '\u2066' <= c <= '\u2069'        # marks that reorder the text around them
+    return '\ufffd' if turns or unicodedata.category(c) in ('Cc', 'Cs', 'Zl', 'Zp') else c
 
 # %% ../nbs/15_trace.ipynb #15trace-019
 def slot_owners(record) -> np.ndarray:
@@ -115,7 +124,7 @@ def slot_owners(record) -> np.ndarray:
     return owners
 
 def slot_map(record, width: int = 32, ax=None):
-    "Draw the pool as rows of `width` slots, coloured by the thread that wrote them; the prompt is pale. Returns the axes."
+    "Draw the pool as rows of `width` slots, coloured by the thread that wrote them, the prompt pale; returns the axes."
     import matplotlib.pyplot as plt, seaborn as sns
     owners, n = slot_owners(record), len(record.threads)
     prompt = [s for s, k in zip(record.slot, record.kind) if k == 'prompt' and s >= 0]
@@ -161,14 +170,17 @@ def _rows(record, tokenizer):
         wait = {n for n, (a, b) in spans.items() if a <= s <= b and n not in table[s]}
         yield s, {n: _visible(''.join(t)) for n, t in table[s].items()}, wait
 
+def _cells(c: str) -> int:
+    if unicodedata.combining(c) or c in '\u200d\ufe0f': return 0
+    return 2 if unicodedata.east_asian_width(c) in 'WF' else 1
+
 def _fit(text: str, width: int) -> str:
     "Cut or pad to `width` terminal columns; East Asian and emoji characters take two, combining marks none."
     out, used = '', 0
-    cells = lambda c: 0 if unicodedata.combining(c) or c in '\u200d\ufe0f' else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
-    total = sum(map(cells, text))
+    total = sum(map(_cells, text))
     for c in text:
-        if used + cells(c) > width - (total > width): break
-        out, used = out + c, used + cells(c)
+        if used + _cells(c) > width - (total > width): break
+        out, used = out + c, used + _cells(c)
     return out + ('…' if total > width else '') + ' ' * (width - used - (total > width))
 
 # %% ../nbs/15_trace.ipynb #15trace-027
@@ -199,7 +211,7 @@ def print_interleaved(record, tokenizer=None, console=None, width: int = 100):
 # %% ../nbs/15_trace.ipynb #15trace-030
 VERSION = 1
 _COLUMNS = ('token', 'position', 'segment', 'slot', 'step', 'thread', 'prob', 'kind', 'control')
-_THREAD = ('name', 'segment', 'parent', 'at', 'topic', 'predicted', 'finish_reason', 'joined')
+_THREAD = ('name', 'segment', 'parent', 'at', 'topic', 'predicted', 'finish_reason', 'joined', 'trim')
 
 def _plain(value):
     "A JSON value: numpy scalars unwrapped, nan as null."
@@ -211,7 +223,7 @@ def _trace(record, tokenizer=None) -> dict[str, Any]:
     segments = dict(names=list(table.names), parents=[list(map(int, p)) for p in table.parents],
                     causal=list(map(bool, table.causal)), reads=[np.flatnonzero(row).tolist() for row in table.reads])
     return dict(format='pasta-trace', version=VERSION, segments=segments,
-                threads=[{k: _plain(getattr(t, k)) for k in _THREAD} for t in record.threads],
+                threads=[{k: _plain(getattr(t, k, 0)) for k in _THREAD} for t in record.threads],
                 tokens={c: list(map(_plain, getattr(record, c))) for c in _COLUMNS},
                 text=None if tokenizer is None else pieces(record, tokenizer), order=list(map(int, record.order)),
                 seconds=list(map(_plain, record.seconds)), prefill_seconds=_plain(record.prefill_seconds))
@@ -230,7 +242,8 @@ def _check(trace) -> dict:
         c for c in _COLUMNS if c not in trace['tokens']]
     if missing: raise TraceError('a trace with a part missing', ', '.join(missing))
     lengths = {c: len(trace['tokens'][c]) for c in _COLUMNS}
-    if len(set(lengths.values())) > 1: raise TraceError('columns of unequal length', ', '.join(f'{c} {n}' for c, n in lengths.items()))
+    if len(set(lengths.values())) > 1:
+        raise TraceError('columns of unequal length', ', '.join(f'{c} {n}' for c, n in lengths.items()))
     return trace
 
 def from_json(text: str):
@@ -271,9 +284,12 @@ def _embed(value) -> str:
 def html(records, tokenizer, path, title: str = 'What happened when', names: Sequence[str] | None = None) -> Path:
     """Write ONE self-contained page with the timeline, text and replay of each record; returns its path.
 
-    `records` is one record or several; `names` are shown in the list of answers (say, the prompts)."""
+    `records` is one record or several, or what `engine.run` returned; `names` are shown in the list of answers.
+    Without names, a result's prompt is its name, if it is text. `TraceError` if names and records differ in number."""
     records = list(records) if isinstance(records, (list, tuple)) else [records]
-    names = list(names or [None] * len(records))
+    names = list(names) if names else [getattr(getattr(r, 'request', None), 'prompt', None) for r in records]
+    names = [n if isinstance(n, str) else None for n in names]
+    records = [getattr(r, 'record', r) for r in records]
     if len(names) != len(records): raise TraceError(f'{len(names)} names for {len(records)} records')
     data = [_answer(r, tokenizer, n, i + 1) for i, (r, n) in enumerate(zip(records, names))]
     parts = dict(TITLE=_html.escape(title), STYLE=_STYLE, SCRIPT=_RULES + _PICTURE + _TEXT + _CONTROLS, DATA=_embed(data))
@@ -334,14 +350,14 @@ dt{color:var(--soft);font-size:12.5px}dd{margin:0;font-size:21px;font-weight:600
 .cell{fill:var(--t)}.kept{fill:var(--t);opacity:.2}.forced{opacity:.55}.prompt{fill:var(--soft);opacity:.16}.wait{stroke:var(--t);stroke-width:1.5;stroke-dasharray:1.5 4;opacity:.8}
 .wire{fill:none;stroke:var(--t);stroke-width:1.3;opacity:.75}.halo{fill:none;stroke:var(--card);stroke-width:5;stroke-linejoin:round;opacity:.8}.path{fill:none;stroke:var(--ink);stroke-width:2.2;stroke-linejoin:round}
 .axis{stroke:var(--line)}.cover{fill:var(--card);opacity:.88;pointer-events:none}.head{stroke:var(--ink);stroke-width:1}
-.picked .all{opacity:.22}.picked .path{opacity:.15}.hot{fill:var(--t)}.hot.prompt{fill:var(--soft);opacity:.65}.hot.self{fill:var(--hot)}.cut{stroke:var(--hot);stroke-dasharray:2 3}
+.picked .halo{opacity:0}.picked .all{opacity:.22}.picked .path{opacity:.15}.hot{fill:var(--t)}.hot.prompt{fill:var(--soft);opacity:.65}.hot.self{fill:var(--hot)}.cut{stroke:var(--hot);stroke-dasharray:2 3}
 #hits{fill:transparent;cursor:crosshair}#why{color:var(--soft);margin:10px 0 0;font-size:14px}
 .key{color:var(--soft);font-size:12.5px;margin:3px 0 0;opacity:.85}.stay{padding-bottom:12px}
 .bar{display:flex;justify-content:space-between;gap:16px;color:var(--soft);font-size:13px;margin-bottom:10px}.bar p{margin:0}.bar label{white-space:nowrap}
 #text{font-size:15.5px;line-height:1.75;outline:0;overflow-wrap:anywhere}#text .who{display:block;font-size:12px;font-weight:600;color:var(--t);margin-bottom:2px}
 #text .who i{font-style:normal;color:var(--soft);font-weight:400}.ask{border-bottom:1px dashed var(--line);padding-bottom:10px;margin-bottom:12px;max-height:210px;overflow:auto}
 .ask .tok{color:var(--soft)}.fork{border-left:3px solid var(--t);background:color-mix(in srgb,var(--t) 7%,transparent);border-radius:0 10px 10px 0;padding:6px 14px 8px;margin:7px 0}
-.tok{white-space:pre-wrap;border-radius:4px;cursor:default;padding:1px 0;transition:opacity .12s,background-color .12s}
+.tok{white-space:pre-wrap;unicode-bidi:isolate;border-radius:4px;cursor:default;padding:1px 0;transition:opacity .12s,background-color .12s}
 .tag{font:12px/1.4 ui-monospace,Menlo,Consolas,monospace;color:var(--t);background:color-mix(in srgb,var(--t) 13%,transparent);padding:1px 4px;margin:0 1px}
 .notags .tag{display:none}.made{text-decoration:underline dotted color-mix(in srgb,var(--t) 70%,transparent);text-underline-offset:4px}.faint{opacity:.35}
 .later{opacity:.07}.new{background:var(--t);color:var(--card)!important}#text.picking .tok{opacity:.26}

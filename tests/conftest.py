@@ -20,7 +20,7 @@ MAC_CHROME = '/Applications/Google Chrome.app/Contents/MacOS/Google Chrome'
 
 @pytest.fixture(scope='session')
 def tiny():
-    "The byte-level model made from scratch: (model, tokenizer), fp32."
+    "The byte-level model made from scratch: (model, tokenizer), fp32. Shared by all tests: don't change it."
     import torch
     from pasta_lib.models import load
     return load('tiny', dtype=torch.float32)
@@ -28,7 +28,8 @@ def tiny():
 
 @pytest.fixture(scope='session')
 def smollm2():
-    "SmolLM2-135M-Instruct: (model, tokenizer), fp32. Skips where it can't be fetched, unless PASTA_REQUIRE_SMOLLM2 is set."
+    """SmolLM2-135M-Instruct: (model, tokenizer), fp32. Shared by all tests: don't change it. Skips where it can't be
+    fetched, unless PASTA_REQUIRE_SMOLLM2 is set."""
     import torch
     from pasta_lib.core import PastaError
     from pasta_lib.models import load

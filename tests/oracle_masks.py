@@ -1,8 +1,8 @@
 """Who may read whom, at which position, with which label: written token by token from the definition.
 
-q may read k iff k is q or an ancestor of q. A fork's parent is its promise. The token after a promise on the main thread
-has that promise as its parent. A sync has as parents the previous main token and the end of every fork still open or
-finished since the last sync. Nothing here knows of segments or imports the library.
+q may read k iff k is q or an ancestor of q. A fork's parent is its promise. The token after a promise on the main
+thread has that promise as its parent. A sync has as parents the previous main token and the
+end of every fork still open or finished since the last sync. Nothing here knows of segments or imports the library.
 """
 import random
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def in_window(tokens: list[Token], window: int) -> list[list[bool]]:
     return [[abs(q.position - k.position) < window for k in tokens] for q in tokens]
 
 
-# --- annotated answers: prompt and pieces (kind, ids, tokens), as the builder takes them ---------------------------------
+# --- annotated answers: prompt and pieces (kind, ids, tokens), as the builder takes them ------------------------------
 
 def document(prompt, pieces, positions='predicted', constant=40, after_sync='main', eos_id=None) -> list[Token]:
     "The flattened row of an annotated answer."
@@ -58,7 +58,8 @@ def document(prompt, pieces, positions='predicted', constant=40, after_sync='mai
         elif piece.kind == 'sync':
             at = None
             if after_sync == 'max':
-                at = max([(out[main[-1]].position + 1 if main else 0) + jump] + [out[e].position + 1 for e in fork_ends])
+                own = (out[main[-1]].position + 1 if main else 0) + jump
+                at = max([own] + [out[e].position + 1 for e in fork_ends])
             for i, id in enumerate(piece.ids): add_main(id, fork_ends if i == 0 else (), at if i == 0 else None)
             fork_ends = []
         elif piece.kind == 'promise':
@@ -85,11 +86,11 @@ def label(out: list[Token], prompt_length: int, pieces, eos_id):
     for i, token in enumerate(out):
         if i < prompt_length - 1 or i in closing: continue
         if i in inside: token.label = out[i + 1].id; continue
-        after = next((j for j in range(i + 1, len(out)) if j not in inside), None)      # the first token after the block
+        after = next((j for j in range(i + 1, len(out)) if j not in inside), None)    # the first token after the block
         token.label = out[after].id if after is not None else IGNORE if eos_id is None else eos_id
 
 
-# --- documents with nested forks ----------------------------------------------------------------------------------------
+# --- documents with nested forks --------------------------------------------------------------------------------------
 
 def random_thread(rng: random.Random, depth: int = 0) -> list:
     "A random thread: ('text', n), ('fork', promise length, jump, thread) and ('sync', n) in any order, nested."

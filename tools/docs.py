@@ -6,7 +6,7 @@
 nbdev stages the notebooks in _proc (its own commands would download Quarto when it is missing), then a site generator
 that reads _quarto.yml renders them. Pages are named after modules, without the chapter's number.
 """
-import shutil, subprocess, sys, time
+import re, shutil, subprocess, sys, time
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -20,13 +20,16 @@ def site_url() -> str:
     return config['DEFAULT']['doc_host'] + config['DEFAULT']['doc_baseurl'] + '/'
 
 def name_pages():
-    "In the staged copy: 03_masks.ipynb -> masks.ipynb, links follow, links to the published site become relative."
+    """In the staged copy: 03_masks.ipynb -> masks.ipynb, and links follow. nbdev's links to the published site become
+    relative, and those to a method lead to its class: pages have no anchors for methods."""
     numbered = {p.name: p.name[3:] for p in STAGE.glob('[0-9][0-9]_*.ipynb')}
     for old, new in numbered.items(): (STAGE / old).rename(STAGE / new)
     for path in [*STAGE.glob('*.ipynb'), STAGE / '_quarto.yml']:
         text = path.read_text(encoding='utf-8')
         for old, new in numbered.items(): text = text.replace(old, new)
-        if path.suffix == '.ipynb': text = text.replace(site_url(), '').replace(f'output-file: {path.stem}.html\\n', '')
+        if path.suffix == '.ipynb':
+            text = re.sub(re.escape(site_url()) + r'(\w+\.html#\w+)[.\w]*', r'\1', text)
+            text = text.replace(f'output-file: {path.stem}.html\\n', '')
         path.write_text(text, encoding='utf-8')
 
 def main() -> int:
@@ -34,7 +37,10 @@ def main() -> int:
     start = time.time()
     shutil.rmtree(STAGE, ignore_errors=True)
     STAGE.mkdir()
-    proc_nbs(force=True)
+    try: proc_nbs(force=True)
+    except Exception as e:  # raised in a worker process, whose traceback is the cause
+        first = re.search(r'^\w*(Error|Exception): .*$', str(e.__cause__), re.M)
+        sys.exit(f'nbdev could not stage the notebooks: {first[0] if first else type(e).__name__}\n{e}')
     name_pages()
     if '--quarto' in sys.argv: command = ['quarto', 'render', str(STAGE), '--no-cache', '--no-execute']
     else: command = [str(Path(sys.executable).with_name('smalldocs')), 'render', str(STAGE), '--quiet']

@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NBS, LIB = ROOT / 'nbs', ROOT / 'pasta_lib'
 SECONDS, KB = 20, 400  # what a reader is asked to wait for, and to download
+ADDRESS = r' at 0x[0-9a-f]{6,}>'
 METADATA = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
 STAGE = {'0': 'Text and masks', '1': 'Models and PASTA', '2': 'Registers and eviction', '3': 'Diffusion',
          '4': 'Training', '5': 'Experiments', '6': 'The command'}
@@ -102,14 +103,14 @@ def normalise(nb: dict, stem: str) -> dict:
     return nb
 
 def clean_output(out: dict):
-    "Remove counters and widget state from one output, and keep its text as a list of lines."
+    "Remove counters, widget state and memory addresses from one output, and keep its text as a list of lines."
     if 'execution_count' in out: out['execution_count'] = None
     if 'metadata' in out: out['metadata'] = {}
     bundle = out.get('data', {})
     for mime in [m for m in bundle if 'widget' in m]: del bundle[mime]
-    for mime, value in bundle.items():
-        if isinstance(value, str) and mime != 'image/png': bundle[mime] = value.splitlines(keepends=True)
-    if isinstance(out.get('text'), str): out['text'] = out['text'].splitlines(keepends=True)
+    tidy = lambda text: re.sub(ADDRESS, '>', ''.join(text)).splitlines(keepends=True)
+    bundle.update({mime: tidy(value) for mime, value in bundle.items() if mime.startswith('text/')})
+    if 'text' in out: out['text'] = tidy(out['text'])
 
 def output_text(out: dict) -> str:
     "All text of one output, as a reader sees it."
@@ -148,7 +149,7 @@ def problems(path: Path) -> list[str]:
             if out.get('execution_count') is not None: found.append(f'{name(n)} has an output with an execution count')
             if any(p in output_text(out) for p in (str(ROOT), str(Path.home()), sys.prefix)):
                 found.append(f'{name(n)} shows a path of this machine')
-            if re.search(r' at 0x[0-9a-f]{6,}>', output_text(out)): found.append(f'{name(n)} shows a memory address')
+            if re.search(ADDRESS, output_text(out)): found.append(f'{name(n)} shows a memory address')
     return found
 
 
