@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Handle', 'Placed', 'place', 'erase', 'Read', 'Step',
-           'pool_attention', 'attend', 'register_attention', 'Engine', 'bucket', 'CompiledStep', 'uniform', 'Sampling',
-           'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'leave', 'feed', 'pick', 'teller', 'stopped',
-           'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer', 'check_queries', 'prompt_ids',
-           'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay', 'replay_deviation']
+           'pool_attention', 'folds', 'attend', 'register_attention', 'PackedLinears', 'Engine', 'bucket',
+           'CompiledStep', 'uniform', 'Sampling', 'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'leave',
+           'feed', 'pick', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer',
+           'check_queries', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples',
+           'replay', 'replay_deviation']
 
-# %% ../nbs/12_engine.ipynb #12engine-002
+# %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Callable, Iterable, Iterator, Sequence
@@ -25,7 +27,7 @@ from .metrics import critical_path, noncontrol_tokens
 from .models import check_supported, chat_ids, forward, literal_ids, StreamDecoder, using_attention
 from .pool import Pool, PoolFull
 
-# %% ../nbs/12_engine.ipynb #12engine-005
+# %% ../nbs/12_engine.ipynb #12engine-006
 @dataclass(slots=True)
 class Queries:
     "What one request wants answered in one forward."
@@ -42,13 +44,13 @@ class Queries:
         if self.want is None: return [len(self.tokens) - 1]
         return list(range(len(self.tokens))) if isinstance(self.want, str) else list(self.want)
 
-# %% ../nbs/12_engine.ipynb #12engine-006
+# %% ../nbs/12_engine.ipynb #12engine-007
 class QueryError(PastaError):
     "A query that no model could answer: an unknown token, a closed segment, a slot that isn't there."
 class Cancelled(PastaError):
     "The caller no longer wants this request."
 
-# %% ../nbs/12_engine.ipynb #12engine-008
+# %% ../nbs/12_engine.ipynb #12engine-009
 @dataclass
 class Thread:
     "One line of decoding: main, or a fork."
@@ -88,7 +90,7 @@ class Record:
     @property
     def order(self) -> list[int]:
         "Record indices of the answer in document order: each fork right after its promise."
-        own, after = {n: [] for n in range(len(self.threads))}, {}
+        own, after = {n: [] for n in {*range(len(self.threads)), *self.thread}}, {}
         for i, n in enumerate(self.thread):
             if self.kind[i] != 'prompt': own[n].append(i)
         for n, t in enumerate(self.threads):
@@ -98,12 +100,12 @@ class Record:
                 yield i
                 for fork in after.get(i, ()): yield from walk(fork)
         first = [f for at, forks in after.items() if self.kind[at] == 'prompt' for f in forks]
-        loose = [n for n, t in enumerate(self.threads) if n and t.at is None]
+        loose = [n for n in own if n and (n >= len(self.threads) or self.threads[n].at is None)]
         return [i for n in [*first, *([0] if self.threads else []), *loose] for i in walk(n)]
 
 Record.columns = ('token', 'position', 'segment', 'slot', 'step', 'thread', 'prob', 'kind', 'control')
 
-# %% ../nbs/12_engine.ipynb #12engine-010
+# %% ../nbs/12_engine.ipynb #12engine-011
 class Handle:
     "A request's side of the engine: segments, pages, visibility rows, record."
     def __init__(self, pool: Pool, room: int = 1, windows: Sequence[int] = ()):
@@ -146,7 +148,7 @@ class Handle:
         if row == len(self.visible): self.visible = np.concatenate((self.visible, np.zeros_like(self.visible)))
         return row
 
-# %% ../nbs/12_engine.ipynb #12engine-012
+# %% ../nbs/12_engine.ipynb #12engine-013
 @dataclass(slots=True)
 class Placed:
     "Queries that have their slots: what the engine needs to answer them."
@@ -161,18 +163,26 @@ def place(h: Handle, q: Queries) -> Placed:
     n, positions = len(q.tokens), np.asarray(q.positions, np.int64)
     one = isinstance(q.segments, (int, np.integer))
     segments = np.full(n, q.segments) if one else np.asarray(q.segments, np.int64)
-    spoken = [int(q.segments)] if one else list(dict.fromkeys(segments.tolist()))
-    for s in spoken:
+    groups = {int(q.segments): slice(None)} if one else _rows_of(segments.tolist())
+    for s in groups:
         if s not in h.rows: raise QueryError('a query from a segment that is not open', f'segment {s}', 'open it first')
     slots = h.pages.take(n, segments) if q.slots is None else _rewritten(h, q.slots, segments)
     _widen(h)
     h.pages.position[slots] = positions
-    for s in spoken: h.visible[np.ix_(h.readers[s], slots if one else slots[segments == s])] = True
-    seen = np.repeat(h.visible[h.rows[spoken[0]]][None], n, 0) if one else h.visible[[h.rows[s] for s in segments.tolist()]]
-    for s in spoken: _order(h, seen, s, slice(None) if one else np.flatnonzero(segments == s), slots, positions)
+    for s, mine in groups.items():
+        own = slots[mine]
+        for row in h.readers[s]: h.visible[row, own] = True
+    seen = h.visible[[h.rows[int(q.segments)]] * n if one else [h.rows[s] for s in segments.tolist()], :h.pages.used]
+    for s, mine in groups.items(): _order(h, seen, s, mine, slots, positions)
     return _reading(h, q, positions, segments, slots, seen)
 
-# %% ../nbs/12_engine.ipynb #12engine-013
+def _rows_of(segments: list[int]) -> dict[int, list[int]]:
+    "Segment -> its rows among the queries."
+    groups = {}
+    for row, s in enumerate(segments): groups.setdefault(s, []).append(row)
+    return groups
+
+# %% ../nbs/12_engine.ipynb #12engine-014
 def _order(h: Handle, seen, s, mine, slots, positions):
     "Inside a causal segment a query sees slots at its own position or before."
     pos, top = positions[mine], h.top[s]
@@ -185,7 +195,7 @@ def _order(h: Handle, seen, s, mine, slots, positions):
 def _reading(h: Handle, q, positions, segments, slots, seen):
     "Which slots attention reads, and the masks over them (one per sliding window)."
     live, pages = h.pages.live(), h.pages
-    physical, seen = pages.index[live][:pages.used], seen[:, live]
+    physical, seen = pages.index[live], seen if isinstance(live, slice) else seen[:, live]
     span = (int(physical[0]), len(physical)) if pages.contiguous else None
     masks = {None: None if seen.all() else seen}
     for w in h.windows:
@@ -193,7 +203,7 @@ def _reading(h: Handle, q, positions, segments, slots, seen):
         masks[w] = None if near.all() else near
     return Placed(list(q.tokens), positions, segments, slots, pages.index[slots], span, None if span else physical, masks)
 
-# %% ../nbs/12_engine.ipynb #12engine-014
+# %% ../nbs/12_engine.ipynb #12engine-015
 def _widen(h: Handle):
     "Rows as long as the page table's capacity (doubling, so this is rare)."
     if (more := h.pages.capacity - h.visible.shape[1]) > 0:
@@ -206,10 +216,10 @@ def _rewritten(h: Handle, slots, segments):
     if len(slots) != len(segments): raise QueryError(f'{len(segments)} tokens for {len(slots)} slots')
     if (slots < 0).any() or (slots >= h.pages.used).any() or (h.pages.owner[slots] < 0).any():
         raise QueryError('a slot to rewrite was never taken, or is dropped', f'slots {slots.min()}-{slots.max()} of {h.pages.used}')
-    for p in np.unique(slots // size):
-        if h.pages.pool.pages.refs[h.pages.pages[p]] > 1:
-            raise QueryError('a shared prefix page can not be rewritten', f'page {p}')
-    h.pages.owner[slots] = segments
+    pool = h.pages.pool
+    for page in (h.pages.pages[p] for p in np.unique(slots // size)):
+        if pool.pages.refs[page] > 1 or page in pool.names: raise QueryError('a prefix page that others may read can not be rewritten', f'page {page}')
+    h.visible[:, slots], h.pages.owner[slots] = False, segments
     return slots
 
 def erase(h: Handle, placed: Placed):
@@ -217,7 +227,7 @@ def erase(h: Handle, placed: Placed):
     h.visible[:, placed.logical] = False
     h.pages.give_back(len(placed.logical))
 
-# %% ../nbs/12_engine.ipynb #12engine-020
+# %% ../nbs/12_engine.ipynb #12engine-021
 @dataclass(slots=True)
 class Read:
     "One attention call: which rows of the step, which slots, under which mask."
@@ -244,15 +254,21 @@ def pool_attention(module, query, key, value, attention_mask, scaling=None, soft
     outs = [attend(query[:, :, r.rows], keys, values, r, r.masks[window], scaling, softcap) for r in step.reads]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1), None
 
-# %% ../nbs/12_engine.ipynb #12engine-021
+# %% ../nbs/12_engine.ipynb #12engine-022
+def folds(rows: int, device) -> bool:
+    "Are query heads that share keys folded into rows? It saves a copy for few rows; for many, the CPU kernel shares keys itself."
+    return rows <= 16 or device.type != 'cpu'
+
 def attend(query, keys, values, read: Read, mask, scaling, softcap=None):
     "(1, heads, rows, d) over the slots of one `Read` -> (1, rows, heads, d)."
     heads, rows, d = query.shape[1:]
     groups, count, each = keys.shape[1], read.count, rows // read.count
     k, v = (_slots(store, read) for store in (keys, values))
-    q = query[0].reshape(groups, heads // groups, count, each, d).permute(2, 0, 1, 3, 4).reshape(count, groups, -1, d)
+    q = query[0].reshape(groups, heads // groups, count, each, d).permute(2, 0, 1, 3, 4)
+    fold = folds(each, query.device) or softcap
+    q = q.reshape(count, groups, -1, d) if fold else q.reshape(count, heads, each, d)
     if softcap: out = _capped(q, k, v, mask, scaling, softcap)
-    else: out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else: out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=not fold)
     out = out.reshape(count, groups, heads // groups, each, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(1, rows, heads, -1)
 
@@ -266,7 +282,7 @@ def _slots(store, read: Read):
     if read.index is None: return store[:, :, read.span[0]:read.span[0] + read.span[1]]
     return store[0][:, read.index].transpose(0, 1)
 
-# %% ../nbs/12_engine.ipynb #12engine-022
+# %% ../nbs/12_engine.ipynb #12engine-023
 NAME = 'pasta_pool'                         # the name under which models find `pool_attention`
 
 def register_attention():
@@ -274,19 +290,51 @@ def register_attention():
     from transformers import AttentionInterface
     AttentionInterface.register(NAME, pool_attention)
 
-# %% ../nbs/12_engine.ipynb #12engine-024
+# %% ../nbs/12_engine.ipynb #12engine-025
+class PackedLinears:
+    "Within the context, a model's bfloat16 `nn.Linear`s on CPU multiply with packed copies of their weights."
+    most_rows = 64                           # more rows than this and the ordinary product is as good
+    def __init__(self, model):
+        self.layers = [m for m in model.modules() if type(m) is torch.nn.Linear and self.works(m)]
+        self.versions, self.forwards = None, []
+
+    def works(self, layer) -> bool:
+        w = layer.weight
+        if w.device.type != 'cpu' or w.dtype != torch.bfloat16: return False
+        try: return torch.ops.mkldnn._reorder_linear_weight(w.detach()[:16, :16].contiguous(), 1) is not None
+        except (AttributeError, RuntimeError): return False
+
+    def pack(self, layer):
+        weight, ordinary, multiply = layer.weight.detach(), layer.forward, torch.ops.mkldnn._linear_pointwise
+        packed, bias = torch.ops.mkldnn._reorder_linear_weight(weight, 1), None if layer.bias is None else layer.bias.detach()
+        def fast(x):
+            if x.numel() > self.most_rows * weight.shape[1]: return ordinary(x)
+            return multiply(x, packed, bias, 'none', [], '')
+        return fast
+
+    def __enter__(self):
+        versions = [(m.weight._version, m.weight.data_ptr()) for m in self.layers]
+        if versions != self.versions: self.versions, self.forwards = versions, [self.pack(m) for m in self.layers]
+        for m, fast in zip(self.layers, self.forwards): m.__dict__['forward'] = fast
+
+    def __exit__(self, *error):
+        for m in self.layers: m.__dict__.pop('forward', None)
+
+# %% ../nbs/12_engine.ipynb #12engine-027
 class Engine:
     """Runs strategies over one model and one pool. `slots`: size of the pool; `chunk`: most prompt tokens of a request per
-    forward; `compile`: one compiled graph per padded shape (faster steps; 30-60 s per shape, once)."""
+    forward; `compile`: one compiled graph per padded shape (faster steps; 30-60 s per shape, once); `pack`: keep a second copy of
+    bfloat16 weights in the layout that the processor's matrix kernels read fastest (CPU only; it follows weight updates)."""
     def __init__(self, model, tokenizer=None, slots: int = 4096, page_size: int = 64, chunk: int = 512,
-                 compile: bool = False, share_prefix: bool = True):
+                 compile: bool = False, share_prefix: bool = True, pack: bool = True):
         register_attention()
         self.model, self.tokenizer, self.facts = model.eval(), tokenizer, check_supported(model)
         self.chunk, self.share_prefix, self.device = chunk, share_prefix, model.device
         self.windows = sorted({w for w in self.facts.windows if w})
         self.pool = Pool(self.facts.layers, self.facts.kv_heads, self.facts.head_dim, slots, page_size, model.dtype, model.device)
-        self.compiled = CompiledStep(self) if compile else None
+        self.compiled, self.packed = CompiledStep(self) if compile else None, PackedLinears(model) if pack else None
         self.steps, self.seconds, self.model_seconds = 0, 0.0, 0.0
+        self._zero, self._never = (torch.tensor(x, dtype=model.dtype) for x in (0, -math.inf))
 
     def handle(self, room: int = 1) -> Handle: return Handle(self.pool, room, self.windows)
 
@@ -320,7 +368,7 @@ class Engine:
     def call(self, ids, positions, step, keep):
         "The model itself, with our attention; counts the seconds it takes."
         start = time.perf_counter()
-        with using_attention(self.model, NAME):
+        with using_attention(self.model, NAME), self.packed or nullcontext():
             logits = forward(self.model, ids, positions, logits_to_keep=keep, step=step)[0]
         self.model_seconds += time.perf_counter() - start
         return logits
@@ -328,15 +376,16 @@ class Engine:
     def long(self, values): return torch.as_tensor(values, dtype=torch.long, device=self.device)
 
     def mask(self, seen):
-        "Boolean (rows, length) -> additive mask over folded heads (1, 1, groups * rows, length)."
+        "Boolean (rows, length) -> additive mask (1, 1, rows, length), rows once per folded head where heads are folded."
         if seen is None: return None
-        mask = torch.zeros(seen.shape, dtype=self.model.dtype).masked_fill_(torch.from_numpy(~seen), -math.inf)
-        return mask.repeat(self.facts.groups, 1)[None, None].to(self.device)
+        mask = torch.where(torch.from_numpy(np.ascontiguousarray(seen)), self._zero, self._never)
+        if folds(len(mask), self.device) or self.facts.softcap: mask = mask.repeat(self.facts.groups, 1)
+        return mask[None, None].to(self.device)
 
-# %% ../nbs/12_engine.ipynb #12engine-028
+# %% ../nbs/12_engine.ipynb #12engine-031
 def bucket(n: int, least: int = 1) -> int: return max(least, 1 << (n - 1).bit_length())
 
-# %% ../nbs/12_engine.ipynb #12engine-029
+# %% ../nbs/12_engine.ipynb #12engine-032
 class CompiledStep:
     "The engine's step with padded shapes, one compiled graph per (requests, rows each, slots each)."
     most_rows, least_slots = 64, 128
@@ -385,7 +434,7 @@ class CompiledStep:
         seen[len(placed):] = seen[len(placed) - 1]
         return torch.cat([self.engine.mask(one) for one in seen])
 
-# %% ../nbs/12_engine.ipynb #12engine-030
+# %% ../nbs/12_engine.ipynb #12engine-033
 def _width(p: Placed) -> int: return p.span[1] if p.span else len(p.index)
 def _numbers(p: Placed): return p.index if p.span is None else np.arange(p.span[0], sum(p.span))
 
@@ -394,7 +443,7 @@ def _rectangle(parts, count, width):
     rows = [list(p) + [p[-1]] * (width - len(p)) for p in parts]
     return np.array(rows + [rows[-1]] * (count - len(rows)), np.int64)
 
-# %% ../nbs/12_engine.ipynb #12engine-032
+# %% ../nbs/12_engine.ipynb #12engine-035
 def uniform(seed: int, thread: int, place: int) -> float:
     "A number in [0, 1) that depends on nothing else."
     digest = hashlib.blake2b(f'{seed}/{thread}/{place}'.encode(), digest_size=8).digest()
@@ -416,7 +465,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, ok, fix in (('max_new_tokens', self.max_new_tokens >= 1, 'ask for at least 1'),
-                              ('max_thread_tokens', (self.max_thread_tokens or 1) >= 1, 'ask for at least 1'),
+                              ('max_thread_tokens', self.max_thread_tokens is None or self.max_thread_tokens >= 1, 'ask for at least 1'),
                               ('temperature', 0 <= self.temperature < math.inf, 'use 0 (greedy) or more'),
                               ('top_k', self.top_k >= 0, 'use 0 (all) or more'), ('top_p', 0 < self.top_p <= 1, 'use a number in (0, 1]')):
             if not ok: raise OptionError(f'{name}={getattr(self, name)}', fix=fix)
@@ -424,7 +473,7 @@ class Sampling:
 class OptionError(PastaError):
     "An option that makes no sense."
 
-# %% ../nbs/12_engine.ipynb #12engine-033
+# %% ../nbs/12_engine.ipynb #12engine-036
 def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     "The token that the uniform number `u` picks from `logits` (V,) after temperature, top-k and top-p."
     if s.temperature == 0: return int(logits.float().argmax())
@@ -437,7 +486,7 @@ def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     edges = p.cumsum(0)
     return min(int(torch.searchsorted(edges, u * edges[-1], right=True)), int(p.nonzero()[-1]))
 
-# %% ../nbs/12_engine.ipynb #12engine-036
+# %% ../nbs/12_engine.ipynb #12engine-039
 @dataclass(eq=False)
 class Line:
     "A thread while it is being decoded."
@@ -457,10 +506,10 @@ class Line:
     @property
     def done(self) -> bool: return self.info.finish_reason is not None
 
-# %% ../nbs/12_engine.ipynb #12engine-037
+# %% ../nbs/12_engine.ipynb #12engine-040
 class Decoding(Handle):
     "What a strategy holds: its request's handle, prompt, sampling, and the threads it has opened."
-    def __init__(self, engine: Engine, request: 'Request', ids: list[int], listen: Callable | None = None):
+    def __init__(self, engine: Engine, request, ids: list[int], listen: Callable | None = None):
         room = -(-(len(ids) + request.reserve) // engine.pool.page_size)
         super().__init__(engine.pool, min(room, len(engine.pool.pages)), engine.windows)
         self.engine, self.tokenizer, self.request, self.ids = engine, engine.tokenizer, request, ids
@@ -491,14 +540,14 @@ class Decoding(Handle):
         notes = [(line.number, 'prompt', math.nan, False)] * (len(self.ids) - n)
         return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes)
 
-# %% ../nbs/12_engine.ipynb #12engine-038
+# %% ../nbs/12_engine.ipynb #12engine-041
 def eos_ids(model, tokenizer=None) -> set[int]:
     "The tokens that end an answer, as the model's generation settings and its tokenizer say."
     said = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
     said = list(said) if isinstance(said, (list, tuple)) else [said]
     return {int(i) for i in said + [getattr(tokenizer, 'eos_token_id', None)] if i is not None}
 
-# %% ../nbs/12_engine.ipynb #12engine-040
+# %% ../nbs/12_engine.ipynb #12engine-043
 def push(line: Line, tokens: int | Iterable[int], kind: str = 'forced', prob: float = math.nan, control: bool = False):
     "The line's next tokens, to be fed in the next forward."
     for t in [tokens] if isinstance(tokens, int) else tokens:
@@ -521,7 +570,7 @@ def feed(lines: Iterable[Line], silent: Iterable[Line] = ()) -> Queries:
     tokens, positions, segments, notes = zip(*rows)
     return Queries(tokens, positions, segments, want, notes=list(notes))
 
-# %% ../nbs/12_engine.ipynb #12engine-041
+# %% ../nbs/12_engine.ipynb #12engine-044
 def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int | None]:
     """Each line's next token from its row of logits (lines, V); None once the request has had its `max_new_tokens`.
     Sets a line's `finish_reason` where the token ends it: eos, stop or length."""
@@ -538,7 +587,7 @@ def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int |
         elif h.total >= h.sampling.max_new_tokens or line.sampled == line.limit: line.info.finish_reason = 'length'
     return tokens
 
-# %% ../nbs/12_engine.ipynb #12engine-042
+# %% ../nbs/12_engine.ipynb #12engine-045
 def _choose(h: Decoding, lines, logits) -> list[int]:
     "Scripted tokens where there is a script; else drawn, each from its own number."
     s = h.sampling
@@ -574,9 +623,13 @@ def stopped(h: Decoding, line: Line, token: int) -> bool:
 @dataclass(frozen=True)
 class Chunk:
     "A piece of text as it is decoded, for streaming."
-    request: 'Request'; thread: str; token: int; text: str; step: int
+    request: object
+    thread: str
+    token: int
+    text: str
+    step: int                                # decode step
 
-# %% ../nbs/12_engine.ipynb #12engine-044
+# %% ../nbs/12_engine.ipynb #12engine-047
 @dataclass(eq=False)
 class Request:
     "One thing to decode: a strategy, a prompt (text, chat messages or token ids), options."
@@ -606,7 +659,7 @@ def strategy(fn):
     request.generator = fn
     return request
 
-# %% ../nbs/12_engine.ipynb #12engine-045
+# %% ../nbs/12_engine.ipynb #12engine-048
 @strategy
 def ar(h):
     "Autoregressive decoding: one token after the other."
@@ -618,31 +671,36 @@ def ar(h):
         if main.done: return
         logits = yield feed([main])
 
-# %% ../nbs/12_engine.ipynb #12engine-047
+# %% ../nbs/12_engine.ipynb #12engine-050
 class Job:
     "A request on its way: its generator, what it asks now, and how much of that is answered."
     def __init__(self, engine: Engine, request: Request, number: int, listen=None, keep_logits=False):
         self.engine, self.request, self.number, self.keep_logits = engine, request, number, keep_logits
         self.error, self.reason, self.queries, self.h, self.done = None, None, None, None, False
-        self.listen, self.ids, self.answered, self.parts = listen, [], 0, []
+        self.listen, self.ids, self.answered, self.parts, self.pending = listen, [], 0, [], False
         try: self.ids = prompt_ids(engine, request)
         except PastaError as e: self.fail(e)
 
     def start(self):
         self.h = Decoding(self.engine, self.request, self.ids, self.listen)
-        self.generator = self.request.strategy(self.h, **self.request.options)
-        self.go(lambda: next(self.generator))
+        def first():
+            self.generator = self.request.strategy(self.h, **self.request.options)
+            return next(self.generator)
+        self.go(first)
 
     def go(self, advance):
         "Run the generator to its next question, or to its end."
         try:
-            self.queries, self.answered, self.parts = advance(), 0, []
+            self.queries, self.answered, self.parts, self.pending = advance(), 0, [], False
             check_queries(self.queries, self.engine.facts.vocab)
+            self.pending = True                  # chosen, but not yet in the record
         except StopIteration: self.end()
         except Exception as e: self.fail(e)
 
     def throw(self, error: PastaError):
-        "Let the strategy know; what it does not handle ends the request."
+        "Let the strategy know; what it does not handle ends the request. What it had chosen stays in the record."
+        if self.pending and not self.queries.prefill: note(self.h, self.queries, None)
+        self.pending = False
         self.go(lambda: self.generator.throw(error))
 
     def fail(self, error):
@@ -652,16 +710,14 @@ class Job:
 
     def end(self): self.done = True
 
-# %% ../nbs/12_engine.ipynb #12engine-048
+# %% ../nbs/12_engine.ipynb #12engine-051
 def ask(job: Job) -> Placed | None:
     "Place the job's next queries (a chunk of a long prompt); None if its request could not go on."
     q, h = job.queries, job.h
     if q.prefill and len(q.tokens) > job.engine.chunk: q = _part(q, job.answered, job.engine.chunk)
     try: placed = place(h, q)
-    except (PoolFull, QueryError) as e:
-        if not q.prefill: note(h, q, None)
-        return job.throw(e)
-    job.part, job.placed, job.first = q, placed, len(h.record.token)
+    except Exception as e: return job.throw(e)
+    job.part, job.placed, job.first, job.pending = q, placed, len(h.record.token), False
     note(h, q, placed)
     return placed
 
@@ -680,12 +736,13 @@ def _part(q: Queries, start: int, size: int) -> Queries:
     rows = slice(start, min(start + size, len(q.tokens)))
     segments = q.segments if isinstance(q.segments, (int, np.integer)) else q.segments[rows]
     want = [w - start for w in q.wanted() if rows.start <= w < rows.stop]
-    return Queries(q.tokens[rows], q.positions[rows], segments, want, prefill=True, notes=q.notes and q.notes[rows])
+    return replace(q, tokens=q.tokens[rows], positions=q.positions[rows], segments=segments, want=want,
+                   slots=None if q.slots is None else q.slots[rows], notes=q.notes and q.notes[rows])
 
 def answer(job: Job, logits: torch.Tensor):
     "Take a part's logits; once all of the queries are answered, send them into the strategy."
     q, h = job.part, job.h
-    if job.keep_logits: h.record.logits.update({job.first + w: row for w, row in zip(q.wanted(), logits)})
+    if job.keep_logits and q.keep and q.slots is None: h.record.logits.update({job.first + w: row for w, row in zip(q.wanted(), logits)})
     if not q.keep: erase(h, job.placed)
     if q.prefill: h.prefill_forwards += 1
     else: h.forwards += 1
@@ -695,18 +752,23 @@ def answer(job: Job, logits: torch.Tensor):
     if q.prefill and job.engine.share_prefix and h.pages.used >= len(job.ids): job.engine.pool.register(job.ids, h.pages)
     job.go(lambda: job.generator.send(torch.cat(job.parts) if len(job.parts) > 1 else job.parts[0]))
 
-# %% ../nbs/12_engine.ipynb #12engine-049
+# %% ../nbs/12_engine.ipynb #12engine-052
 def check_queries(q: Queries, vocab: int):
     "Raise QueryError for what a model can't be asked."
-    if not isinstance(q, Queries): raise QueryError(f'a strategy yielded {type(q).__name__}', fix='yield Queries')
-    n = len(q.tokens)
-    if n == 0: raise QueryError('no token in a query', fix='yield at least one')
-    if len(q.positions) != n: raise QueryError(f'{n} tokens but {len(q.positions)} positions')
-    if not isinstance(q.segments, (int, np.integer)) and len(q.segments) != n: raise QueryError(f'{n} tokens but {len(q.segments)} segments')
-    if min(q.tokens) < 0 or max(q.tokens) >= vocab:
-        raise QueryError(f'token {min(q.tokens) if min(q.tokens) < 0 else max(q.tokens)}', f'vocabulary of {vocab}', 'use ids of this model')
-    if min(q.positions) < 0: raise QueryError(f'position {min(q.positions)}', fix='positions count from 0')
-    if q.want is not None and any(not 0 <= w < n for w in q.wanted()): raise QueryError(f'logits wanted of a row that is not there', f'{n} rows')
+    def need(ok, what, fix=None):
+        if not ok: raise QueryError(what, fix=fix)
+    def whole(values): return all(isinstance(v, (int, np.integer)) and -1 < v < 1 << 31 for v in values)
+    need(isinstance(q, Queries), f'a strategy yielded {type(q).__name__}', 'yield Queries')
+    n, one = len(q.tokens), isinstance(q.segments, (int, np.integer))
+    need(n > 0, 'no token in a query', 'yield at least one')
+    for name, values in (('position', q.positions), ('segment', [0] * n if one else q.segments), ('slot', [0] * n if q.slots is None else q.slots)):
+        need(len(values) == n, f'{n} tokens but {len(values)} {name}s', 'give one each')
+        need(whole(values), f'a {name} that is not a whole number from 0 on', f'{name}s are ints')
+    need(whole(q.tokens) and max(q.tokens) < vocab, f'a token outside the vocabulary of {vocab}', 'use ids of this model')
+    need(q.notes is None or len(q.notes) == n and all(len(note) == 4 for note in q.notes), 'notes that do not fit the tokens', 'four values each')
+    need(whole(q.wanted()) and max(q.wanted(), default=0) < n, 'logits wanted of a row that is not there', f'rows 0-{n - 1}')
+    need(q.keep or q.slots is None, 'rewritten slots can not be scratch', 'keep=True, or slots=None')
+    need(not q.prefill or q.keep, 'a prefill can not be scratch', 'keep=True')
 
 def prompt_ids(engine: Engine, request: Request) -> list[int]:
     "Token ids of a request's prompt: text and messages through the chat template unless `raw`; ids as they are."
@@ -720,21 +782,22 @@ def prompt_ids(engine: Engine, request: Request) -> list[int]:
     if len(ids) > engine.pool.slots: raise PoolFull(f'a prompt of {len(ids)} tokens', f'pool of {engine.pool.slots} slots', 'make the pool larger: Engine(slots=…)')
     return ids
 
-# %% ../nbs/12_engine.ipynb #12engine-050
+# %% ../nbs/12_engine.ipynb #12engine-053
 class Driver:
     "Runs requests together: admission, one merged forward per turn, results as they finish."
     def __init__(self, engine: Engine, requests: Sequence[Request], listen=None, keep_logits=False):
         self.engine, self.running = engine, []
         self.waiting = deque(Job(engine, r, n, listen, keep_logits) for n, r in enumerate(requests))
 
-    def results(self) -> Iterator['Result']:
+    def results(self) -> Iterator:
         try:
             while self.waiting or self.running:
                 try: self.turn()
                 except KeyboardInterrupt: self.cancel('interrupted')
                 yield from self.finished()
         finally:
-            for job in self.running: job.h.pages.release()
+            for job in self.running:
+                if job.h: job.h.pages.release()
 
     def turn(self):
         "Admit, ask, answer."
@@ -758,7 +821,7 @@ class Driver:
         while self.waiting:
             job = self.waiting[0]
             need = -(-(len(job.ids) + job.request.reserve) // size)
-            promised = sum(max(0, j.h.pages.room - j.h.pages.held) for j in self.running)
+            promised = sum(max(0, j.h.pages.room - j.h.pages.held) for j in self.running if j.h)
             fits = need <= self.engine.pool.pages.free - promised
             if not job.done and (not fits and self.running or self._being_read(job)): return
             self.running.append(self.waiting.popleft())
@@ -777,12 +840,12 @@ class Driver:
     def finished(self):
         done = [job for job in self.running if job.done]
         self.running = [job for job in self.running if not job.done]
+        results = [make_result(job) for job in done]
         for job in done:
-            result = make_result(job)
             if job.h: job.h.pages.release()
-            yield result
+        return results
 
-# %% ../nbs/12_engine.ipynb #12engine-052
+# %% ../nbs/12_engine.ipynb #12engine-055
 @dataclass
 class Result:
     "What became of one request."
@@ -812,7 +875,7 @@ class Result:
         out = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in skip}
         return {**out, **self.counts, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
-# %% ../nbs/12_engine.ipynb #12engine-053
+# %% ../nbs/12_engine.ipynb #12engine-056
 def make_result(job: Job) -> Result:
     "Assemble a request's result; tokens that were chosen but never fed are kept, with slot -1."
     h, r = job.h, job.request
@@ -824,6 +887,7 @@ def make_result(job: Job) -> Result:
         own = [i for i, n in enumerate(record.thread) if n == line.number and record.kind[i] != 'prompt']
         for start, end in line.controls:
             for i in own[start:end]: record.control[i] = True
+    if record.token and not record.threads: record.threads.append(Thread('main', record.segment[0], finish_reason=job.reason or 'end'))
     order = record.order
     path, free = critical_path(record).length, noncontrol_tokens(record)
     reason = job.reason if job.error is not None else record.threads[0].finish_reason if record.threads else 'error'
@@ -849,7 +913,7 @@ def written(record: Record, tokenizer, tags: bool = False, eos: Iterable[int] = 
         out, before = out + (text[:-trim] if trim else text), (before + ids)[-4:]
     return out
 
-# %% ../nbs/12_engine.ipynb #12engine-054
+# %% ../nbs/12_engine.ipynb #12engine-057
 def run(engine: Engine, requests: Request | Sequence[Request], listen: Callable | None = None, keep_logits: bool = False) -> list[Result]:
     """Decode requests together; results in the order of the requests. `listen` is called with every `Chunk` of text;
     `keep_logits` keeps the logits that the runtime saw (`record.logits`), for `replay`. Ctrl-C ends all with what they have."""
@@ -868,7 +932,7 @@ def samples(request: Request, n: int) -> list[Request]:
 
 Engine.run, Engine.stream = run, stream
 
-# %% ../nbs/12_engine.ipynb #12engine-059
+# %% ../nbs/12_engine.ipynb #12engine-062
 def replay(record: Record) -> tuple[Layout, list[int]]:
     "The record as one training row (tokens in the order they entered the pool), and the record index of each token."
     kept = [i for i, slot in enumerate(record.slot) if slot >= 0]

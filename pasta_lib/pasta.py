@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Ear', 'Voice', 'find_tags', 'pasta', 'Runtime', 'Point', 'Stage', 'OutlineError', 'read_outline', 'guided', 'at_once',
-           'joined', 'in_turn', 'goes_on']
+           'joined', 'in_turn', 'something', 'enders', 'goes_on']
 
 # %% ../nbs/13_pasta.ipynb #13pasta-002
 import re
@@ -19,7 +19,7 @@ from .engine import Decoding, Line, feed, leave, pick, push, strategy
 # %% ../nbs/13_pasta.ipynb #13pasta-006
 class Ear:
     "Reads one line's tokens as Pasta-Lang. `voice` says how tags are written with this tokenizer."
-    def __init__(self, voice: 'Voice', line: Line, inside: str | None = None):
+    def __init__(self, voice, line: Line, inside: str | None = None):
         self.voice, self.line, self.skipped = voice, line, len(line.ids)
         self.reader = voice.reader(inside)
         self.ends = []                                   # text mode: characters said after each token
@@ -222,10 +222,11 @@ def _point(line: str, number: int) -> Point:
 
 # %% ../nbs/13_pasta.ipynb #13pasta-027
 @strategy
-def guided(h: Decoding, outline, parallel: bool = True, heading: str = '**{topic}:**', point_tokens: int = 80):
+def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{topic}**:', point_tokens: int = 80):
     """Decode along an outline, its points at once or in turn. `heading` opens each point; `point_tokens` bounds it, and is
-    the room that main leaves for it where the outline gives no length. After a last join main goes on by itself."""
-    stages, main, rest = read_outline(outline), h.line('main'), []
+    the room that main leaves for it where the outline gives no length. After a last join main goes on by itself: to the end
+    of the line that the outline began ("In short,"), or freely."""
+    stages, main, rest = read_outline(outline), h.line('main', stop=('\n',)), []
     yield h.prompt(main)
     write = lambda text: h.tokenizer.encode(text, add_special_tokens=False)
     for n, stage in enumerate(stages):
@@ -233,12 +234,12 @@ def guided(h: Decoding, outline, parallel: bool = True, heading: str = '**{topic
         if say: push(main, write(say))
         titles = [write(('\n\n' if k or stage.say else '') + heading.format(topic=p.topic)) for k, p in enumerate(stage.points)]
         rest = yield from (at_once if parallel else in_turn)(h, main, stage.points, titles, point_tokens, rest)
+    main.stop, begun = ('\n',) if stages[-1].say else h.sampling.stop, main.sampled      # a closing sentence is one line
     while not stages[-1].points and not main.done:
         first = len(h.record.token)
         logits = yield feed([*rest, main], silent=rest)
         rest = joined(h, main, rest, first)
-        token, = pick(h, [main], logits)
-        if token is not None: push(main, token, 'sampled', main.prob, control=token in h.eos)
+        goes_on(h, main, *pick(h, [main], something(h, [main], logits, begun) if stages[-1].say else logits))
 
 # %% ../nbs/13_pasta.ipynb #13pasta-028
 def at_once(h: Decoding, main: Line, points, titles, most: int, rest):
@@ -253,7 +254,7 @@ def at_once(h: Decoding, main: Line, points, titles, most: int, rest):
     while speaking:
         logits = yield feed(lines, silent=[line for line in lines if line not in speaking])
         if first is not None: first = rest = _spawned(h, main, forks, rest, first)
-        for fork, token in zip(speaking, pick(h, speaking, logits)): goes_on(h, fork, token)
+        for fork, token in zip(speaking, pick(h, speaking, something(h, speaking, logits))): goes_on(h, fork, token)
         speaking, lines = [f for f in forks if not f.done], [f for f in forks if f.queue]
     if not forks: return rest
     main.position, main.segment = at, h.open([main.segment, *(f.segment for f in forks)], 'after join')
@@ -274,17 +275,33 @@ def joined(h: Decoding, main: Line, rest: list[Line], first: int) -> list:
 # %% ../nbs/13_pasta.ipynb #13pasta-029
 def in_turn(h: Decoding, main: Line, points, titles, most: int, rest):
     "The same points by main alone, one after the other."
-    before = main.stop
     for title in titles:
         push(main, title)
-        main.stop, main.limit = ('\n',), main.sampled + most
+        begun = main.sampled
+        main.stop, main.limit = ('\n',), begun + most
         while not main.done:
             logits = yield feed([main])
-            goes_on(h, main, *pick(h, [main], logits))
+            goes_on(h, main, *pick(h, [main], something(h, [main], logits, begun)))
         if h.total >= h.sampling.max_new_tokens: break
         main.info.finish_reason = None
-    main.stop, main.limit = before, None
+    main.limit = None
     return rest
+
+def something(h: Decoding, lines, logits, begun: int = 0):
+    "Logits under which nothing ends before it has begun: no line break and no end as the first token after `begun`."
+    new = [n for n, line in enumerate(lines) if line.sampled == begun]
+    if new: logits = logits.clone()
+    for n in new: logits[n, enders(h)] = float('-inf')
+    return logits
+
+def enders(h: Decoding) -> list[int]:
+    "Tokens that would end a line: those that begin with a line break, control tokens, eos (found once per tokenizer)."
+    found = getattr(h.tokenizer, '_pasta_enders', None)
+    if found is None:
+        words = h.tokenizer.batch_decode([[i] for i in range(len(h.tokenizer))], skip_special_tokens=False)
+        control = set(h.tokenizer.all_special_ids) | h.eos
+        found = h.tokenizer._pasta_enders = [i for i, w in enumerate(words) if w.lstrip(' ').startswith(('\n', '\r')) or i in control]
+    return [i for i in found if i < h.engine.facts.vocab]
 
 def goes_on(h: Decoding, line: Line, token: int | None):
     "A point's next token. One that only ends the line (or the answer) is noted, and not fed."

@@ -6,6 +6,7 @@
 __all__ = ['PoolFull', 'Pages', 'first_run', 'PageTable', 'Pool', 'check_pool', 'show_pool']
 
 # %% ../nbs/11_pool.ipynb #11pool-002
+import hashlib
 import numpy as np
 import torch
 from .core import PastaError
@@ -26,6 +27,7 @@ class Pages:
 
     def take(self, owner: int, after: int | None = None, room: int = 1) -> int:
         "A free page for `owner`: the one behind `after` if possible, else the start of a free run of `room` pages, else any."
+        self.require(1)
         page = None if after is None else after + 1
         if page is None or page >= len(self) or self.refs[page] or self.aside[page] not in (-1, owner):
             page = self._find(owner, room)
@@ -38,9 +40,14 @@ class Pages:
         start = first_run(open_, room)
         if start is not None: self.aside[start:start + room] = owner
         elif open_.any(): start = int(np.argmax(open_))
-        elif free.any(): start = int(np.argmax(free))
-        else: raise PoolFull('no free page', f'all {len(self)} pages are in use', 'wait for a request to end, or make the pool larger')
+        else: start = int(np.argmax(free))
         return start
+
+    def require(self, pages: int):
+        "Raise PoolFull unless so many pages are free."
+        if pages <= self.free: return
+        raise PoolFull('no free page', f'{pages} wanted, {self.free} of {len(self)} free',
+                       'wait for a request to end, or make the pool larger')
 
     def share(self, page: int): self.refs[page] += 1
 
@@ -63,7 +70,7 @@ def first_run(flags: np.ndarray, length: int) -> int | None:
 # %% ../nbs/11_pool.ipynb #11pool-011
 class PageTable:
     "One request's view of the pool: logical slots 0, 1, 2 … and where each of them lies. `room`: pages it hopes to use."
-    def __init__(self, pool: 'Pool', key: int, room: int = 1):
+    def __init__(self, pool, key: int, room: int = 1):
         self.pool, self.key, self.room = pool, key, room
         self.pages: list[int] = []             # physical page of every logical page; -1 once dropped
         self.used, self.dropped, self.contiguous = 0, 0, True
@@ -76,7 +83,9 @@ class PageTable:
 
     def take(self, n: int, segment=0) -> np.ndarray:
         "The next n logical slots, owned by `segment` (or one segment each). Raises PoolFull, with no slot taken, when full."
-        while self.capacity < self.used + n: self._grow()
+        missing = -(-(self.used + n - self.capacity) // self.pool.page_size)
+        if missing > 0: self.pool.pages.require(missing)
+        for _ in range(missing): self._grow()
         slots = np.arange(self.used, self.used + n)
         self.owner[slots], self.used = segment, self.used + n
         return slots
@@ -125,7 +134,8 @@ class PageTable:
         last = self.pages[-1] if self.pages else -1
         page = self.pool.pages.take(self.key, last if last >= 0 else None, max(1, self.room - len(self.pages)))
         self._append(page)
-        self.contiguous &= len(self.pages) == 1 or page == last + 1
+        if self.dropped: self._look()
+        else: self.contiguous &= len(self.pages) == 1 or page == last + 1
 
     def _append(self, page):
         size, start = self.pool.page_size, self.capacity
@@ -167,23 +177,24 @@ class Pool:
 
     def register(self, ids: list[int], table: PageTable):
         "Let later prompts find the full pages of this prompt (its tokens lie in the table's first slots)."
-        for n, key in enumerate(self._keys(ids, table.pages)):
-            page = table.pages[n]
-            if page < 0 or key in self.prefixes: continue
+        for page, key in zip(table.pages, self._keys(ids)):
+            if page < 0 or key in self.prefixes or page in self.names: continue
             self.prefixes[key], self.names[page] = page, key
 
     def prefix(self, ids: list[int]) -> list[int]:
         "The pages already written for the beginning of `ids`; at least one token is left over, to be asked about."
         found = []
-        while (len(found) + 1) * self.page_size < len(ids):
-            page = self.prefixes.get(self._key(found[-1] if found else -1, ids, len(found)))
-            if page is None: break
-            found.append(page)
+        for key in self._keys(ids[:-1]):
+            if key not in self.prefixes: break
+            found.append(self.prefixes[key])
         return found
 
-    def _key(self, before, ids, n): return before, tuple(ids[n * self.page_size:(n + 1) * self.page_size])
-    def _keys(self, ids, pages):
-        for n in range(min(len(ids) // self.page_size, len(pages))): yield self._key(pages[n - 1] if n else -1, ids, n)
+    def _keys(self, ids):
+        "One key per full page of `ids`: a digest of all tokens up to the page's end, since its keys and values depend on them."
+        digest, size = hashlib.blake2b(digest_size=16), self.page_size
+        for n in range(len(ids) // size):
+            digest.update(np.array(ids[n * size:(n + 1) * size], np.int64).tobytes())
+            yield digest.digest()
 
     def __repr__(self): return f'Pool({self.slots} slots in {len(self.pages)} pages of {self.page_size}, {self.pages.free} pages free)'
 

@@ -43,8 +43,8 @@ def files():
         out = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard', '-z'], cwd=ROOT, capture_output=True, check=True)
         found = [ROOT / n for n in out.stdout.decode().split('\0') if n]
     else:
-        found = [p for p in ROOT.rglob('*') if not {'.venv', '_proc', '__pycache__', 'build', 'demo'} & set(p.relative_to(ROOT).parts)]
-    return [p for p in found if p.is_file()]
+        found = [p for p in ROOT.rglob('*') if not {'.venv', '_proc', '__pycache__', 'build', 'demo', '.hypothesis', '.pytest_cache'} & set(p.relative_to(ROOT).parts)]
+    return [p for p in found if p.is_file() and not p.name.startswith('.coverage')]
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------
@@ -232,13 +232,13 @@ def test_normalise_splits_the_opening():
 
 def test_normalise_splits_imports_from_work():
     nb = notebook(('markdown', '# A', []), ('code', '#| hide\nimport os\nfrom a import b\n\n# now\nprint(os)\nx = 1', [stream('1')]),
-                  ('code', '#| export\nimport c\nd = 1', []), ('code', 'import e; f = 1', []), ('code', 'import g', []), ('code', 'h', []))
+                  ('code', '#| export\nimport c\nd = 1', []), ('code', 'import e; f = 1', []), ('code', 'import g', []), ('code', 'h\nimport i\n\nprint(\n    1)', []))
     nb['cells'][1]['id'] = 'mine'
     cells = notebooks.normalise(nb, '07_x')['cells']
     assert [notebooks.source(c) for c in cells[1:]] == [
-        '#| hide\nimport os\nfrom a import b', '#| hide\n# now\nprint(os)\nx = 1', '#| export\nimport c\nd = 1', 'import e; f = 1', 'import g', 'h']
+        '#| hide\nimport os\nfrom a import b', '#| hide\n# now\nprint(os)\nx = 1', '#| export\nimport c\nd = 1', 'import e; f = 1', 'import g', 'h', 'import i', 'print(\n    1)']
     assert (cells[1]['outputs'], cells[2]['id'], len(cells[2]['outputs'])) == ([], 'mine', 1)
-    assert [notebooks.mixes(c) for c in cells[1:]] == [False, False, True, True, False, False]
+    assert [notebooks.mixes(c) for c in cells[1:]] == [False, False, True, True, False, False, False, False]
 
 @pytest.mark.parametrize('change, message', [
     (lambda nb: nb['cells'][1].update(source=['import a; print(1)']), 'mixes imports'),

@@ -15,7 +15,7 @@ SECONDS, KB = 20, 400  # what a reader is asked to wait for, and to download
 ADDRESS = r' at 0x[0-9a-f]{6,}>'
 METADATA = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
 STAGE = {'0': 'Text and masks', '1': 'Models and PASTA', '2': 'Registers and eviction', '3': 'Diffusion',
-         '4': 'Training', '5': 'Experiments', '6': 'The command'}
+         '4': 'Training and measuring', '5': 'Experiments', '6': 'The command'}
 
 
 def notebooks(names=()) -> list[Path]:
@@ -69,20 +69,22 @@ def mixes(cell: dict) -> bool:
     return kinds == {True, False}
 
 def split_imports(cells: list[dict]) -> list[dict]:
-    "Give the imports at the top of a cell that is not exported a cell of their own; its flags go with both."
+    """Give the imports of a cell that is not exported a cell of their own; its flags go with every part, its id and
+    outputs with the last."""
     out = []
     for cell in cells:
         lines, body = source(cell).splitlines(keepends=True), tree(source(cell))
-        n = next((n for n, s in enumerate(body) if not isinstance(s, IMPORTS)), 0)
-        exported = any(re.match(r'#\|\s*export', line) for line in lines)
-        if mixes(cell) and n and not exported and body[n].lineno > (end := body[n - 1].end_lineno):
+        cuts = [a.end_lineno for a, b in zip(body, body[1:]) if isinstance(a, IMPORTS) != isinstance(b, IMPORTS)]
+        shared = any(a.end_lineno == b.lineno for a, b in zip(body, body[1:]))  # `import a; a.f()`
+        if mixes(cell) and not shared and not any(re.match(r'#\|\s*export', line) for line in lines):
             flags = [line for line in lines if line.startswith('#|')]
-            rest = ''.join(lines[end:]).strip('\n').splitlines(keepends=True)
-            top = ''.join(lines[:end]).rstrip('\n').splitlines(keepends=True)
-            out.append(cell | dict(id='', source=top, outputs=[]))
-            cell = cell | dict(source=flags + rest)
-        out.append(cell)
+            for a, b in zip([0, *cuts], [*cuts, len(lines)]):
+                text = ''.join(line for line in lines[a:b] if line not in flags).strip('\n')
+                out.append(cell | dict(id='', source=flags + text.splitlines(keepends=True), outputs=[]))
+            out[-1].update(id=cell['id'], outputs=cell['outputs'])
+        else: out.append(cell)
     return out
+
 
 # --- clean ----------------------------------------------------------------------------------------------------------
 def normalise(nb: dict, stem: str) -> dict:
