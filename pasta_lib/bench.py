@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'KINDS', 'Rounds', 'interleave', 'row', 'better', 'hardware', 'save_rows', 'read_rows', 'format_rows',
-           'weights_of', 'stream_weights', 'hf_generate', 'decode', 'step_ms', 'sample_prompt', 'ragged', 'Scale',
-           'Bench', 'plain_rows', 'slots_for', 'batch_rows', 'pool_rows', 'bench_step', 'burst', 'burst_ms',
-           'thread_rows', 'bookkeeping_rows', 'peak_memory', 'memory_of', 'memory_rows', 'guided_rows', 'bench_threads',
-           'bench', 'plot_ratios', 'plot_threads', 'show_results']
+           'weights_of', 'stream_weights', 'hf_generate', 'run_all', 'decode', 'step_ms', 'sample_prompt', 'ragged',
+           'Scale', 'Bench', 'plain_rows', 'compared', 'slots_for', 'batch_rows', 'pool_rows', 'bench_step', 'burst',
+           'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory', 'memory_of', 'memory_rows', 'guided_rows',
+           'bench_threads', 'bench', 'plot_ratios', 'plot_threads', 'show_results']
 
 # %% ../nbs/62_bench.ipynb #62bench-002
-import csv, json, os, platform, re, statistics, subprocess, sys, time
+import csv, os, platform, re, statistics, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -35,13 +35,15 @@ class Rounds:
         return statistics.median(a / b for a, b in zip(self._of(name), self._of(to)))
 
     def _of(self, name):
-        if name not in self.values: raise PastaError(f'nothing was measured under {name!r}', fix=f'one of {", ".join(self.values)}')
-        return self.values[name]
+        if name in self.values: return self.values[name]
+        raise PastaError(f'nothing was measured under {name!r}', fix=f'one of {", ".join(self.values)}')
 
 # %% ../nbs/62_bench.ipynb #62bench-008
-def interleave(contestants: dict[str, Callable], rounds: int = 3, warm: int = 1, clock: Callable[[], float] = time.perf_counter) -> Rounds:
+def interleave(contestants: dict[str, Callable], rounds: int = 3, warm: int = 1,
+               clock: Callable[[], float] = time.perf_counter) -> Rounds:
     "Time functions in turn, each round in the other direction; the first `warm` rounds don't count. Seconds."
-    if rounds < 1 or not contestants: raise PastaError('nothing to time', f'rounds={rounds}', 'give a function and at least one round')
+    if rounds < 1 or not contestants:
+        raise PastaError('nothing to time', f'rounds={rounds}', 'give a function and at least one round')
     out = Rounds()
     for n in range(-warm, rounds):
         for name in list(contestants)[::-1 if n % 2 else 1]:
@@ -102,9 +104,12 @@ def save_rows(result: dict, path: str | Path) -> Path:
     with path.open('w', newline='', encoding='utf-8') as f:
         out = csv.DictWriter(f, [*_ROW, *result['hardware']], lineterminator='\n')
         out.writeheader()
-        for r in result['rows']: out.writerow({k: f'{v:.5g}' if k in _NUMBERS and v is not None else v for k, v in (r | result['hardware']).items()})
+        for r in result['rows']:
+            short = {k: f'{r[k]:.5g}' for k in _NUMBERS if r[k] is not None}
+            out.writerow(r | short | result['hardware'])
     return path
 
+# %% ../nbs/62_bench.ipynb #62bench-021
 def read_rows(path: str | Path) -> dict:
     "A result from its CSV file. A table that is missing has no rows."
     path = Path(path)
@@ -114,7 +119,7 @@ def read_rows(path: str | Path) -> dict:
     return dict(rows=[{k: number(k, line[k]) for k in _ROW} for line in lines],
                 hardware={k: v for k, v in lines[0].items() if k not in _ROW} if lines else {})
 
-# %% ../nbs/62_bench.ipynb #62bench-021
+# %% ../nbs/62_bench.ipynb #62bench-022
 def _number(value: float | None) -> str:
     if value is None: return '-'
     return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.1f}' if abs(value) >= 100 else f'{value:.3g}'
@@ -126,14 +131,18 @@ def format_rows(result: dict) -> str:
         ratio = '-' if r['ratio'] is None else f'{r["ratio"]:.2f}'
         cells.append((r['name'], _number(r['value']), r['unit'], _number(r['baseline']), ratio, better(r['unit'])))
     width = [max(map(len, column)) for column in zip(*cells)]
-    lines = [f'{name:<{width[0]}}  {value:>{width[1]}} {unit:<{width[2]}}  {base:>{width[3]}}  {ratio:>{width[4]}}  {good}'
-             for name, value, unit, base, ratio, good in cells]
-    h = result['hardware']
-    machine = f'{h.get("cpu")}, {h.get("cores")} cores, {h.get("threads")} threads, torch {h.get("torch")}, commit {h.get("commit")}'
-    notes = ['', 'ratio = value / baseline, median over interleaved rounds where there were several', machine]
-    return '\n'.join([*map(str.rstrip, lines), *notes, *['interrupted: the rows above are what was finished'] * bool(result.get('interrupted'))])
+    side = '<><>><'                                     # words to the left, numbers to the right
+    lines = ['  '.join(f'{c:{a}{w}}' for c, a, w in zip(line, side, width)).rstrip() for line in cells]
+    notes = ['', 'ratio = value / baseline: the median over interleaved rounds, if several', _machine(result['hardware'])]
+    if result.get('interrupted'): notes.append('interrupted: the rows above are what was finished')
+    return '\n'.join(lines + notes)
 
-# %% ../nbs/62_bench.ipynb #62bench-024
+def _machine(h: dict) -> str:
+    "The hardware in a line."
+    named = [f'{key} {h.get(key)}' for key in ('cores', 'threads', 'torch', 'model', 'dtype', 'commit')]
+    return ', '.join([str(h.get('cpu')), *named])
+
+# %% ../nbs/62_bench.ipynb #62bench-025
 def weights_of(model) -> list[torch.Tensor]:
     "The 2-D weights that a decode step multiplies with (each linear layer and the head; not the embedding's table)."
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
@@ -147,7 +156,7 @@ def stream_weights(weights: list[torch.Tensor], passes: int = 8) -> dict:
         for w in weights: F.linear(rows[w.shape[1]], w)
     return dict(step=1000 * (time.perf_counter() - start) / passes)
 
-# %% ../nbs/62_bench.ipynb #62bench-027
+# %% ../nbs/62_bench.ipynb #62bench-028
 @contextmanager
 def _plain_generation(model, new):
     "Within the block, `model.generate` takes the likeliest token, `new` times, come what may."
@@ -165,20 +174,30 @@ def hf_generate(model, prompts: list[list[int]], new: int) -> list[list[int]]:
     with _plain_generation(model, new): out = model.generate(ids, attention_mask=mask)
     return out[:, longest:].tolist()
 
-# %% ../nbs/62_bench.ipynb #62bench-028
-def decode(engine: Engine, prompts: list[list[int]], new: int):
+# %% ../nbs/62_bench.ipynb #62bench-030
+def run_all(engine: Engine, requests) -> list:
+    "Results of requests that all came to their proper end; else what stopped them is raised."
+    results = run(engine, requests)
+    for r in results:
+        if r.finish_reason == 'cancelled': raise KeyboardInterrupt
+        if r.error: raise r.error
+    return results
+
+def decode(engine: Engine, prompts: list[list[int]], new: int) -> list:
     "The same by our engine: the results of plain autoregressive requests, run together."
-    return run(engine, [ar(p, max_new_tokens=new, ignore_eos=True) for p in prompts])
+    return run_all(engine, [ar(p, max_new_tokens=new, ignore_eos=True) for p in prompts])
 
 def step_ms(result) -> float:
     "Milliseconds per decode step of a result; its prompt is not counted."
     return 1000 * result.seconds / result.forwards
 
-# %% ../nbs/62_bench.ipynb #62bench-032
-_TEXT = ('A river does not hurry. It leaves the hills as a thread of cold water, takes in one stream after another, and by the '
-         'time it reaches the plain it carries boats. People have always built beside it: a mill first, then a bridge, then a '
-         'market, and in the end a town that has forgotten why it stands where it stands. In spring the meadows flood, and the '
-         'storks come back to the same chimneys. In a dry summer the old stones show, with the names of hungry years cut into them. ')
+# %% ../nbs/62_bench.ipynb #62bench-034
+_TEXT = (
+    'A river does not hurry. It leaves the hills as a thread of cold water, takes in one stream after another, and by '
+    'the time it reaches the plain it carries boats. People have always built beside it: a mill first, then a bridge, '
+    'then a market, and in the end a town that has forgotten why it stands where it stands. In spring the meadows '
+    'flood, and the storks come back to the same chimneys. In a dry summer the old stones show, with the names of '
+    'hungry years cut into them. ')
 
 def sample_prompt(tokenizer, tokens: int, start: int = 0) -> list[int]:
     "`tokens` token ids of running text; another `start` gives other text."
@@ -190,7 +209,7 @@ def ragged(n: int, shortest: int, longest: int) -> list[int]:
     lengths = [shortest + (longest - shortest) * i // max(1, n - 1) for i in range(n)]
     return lengths[::2] + lengths[1::2][::-1]
 
-# %% ../nbs/62_bench.ipynb #62bench-035
+# %% ../nbs/62_bench.ipynb #62bench-037
 @dataclass(frozen=True)
 class Scale:
     "Sizes of a benchmark."
@@ -208,10 +227,10 @@ class Scale:
     most: int = 64                           # threads for the share of bookkeeping
     prompts: int = 8                         # of the demo
 
-QUICK = Scale(prompt=48, new=12, rounds=2, batch=4, lengths=(16, 48), batch_rounds=1, compile=False, threads=(1, 2, 4, 8),
-              thread_prompt=16, thread_tokens=4, pools=(512, 2048), most=8, prompts=2)
+QUICK = Scale(prompt=48, new=12, rounds=2, batch=4, lengths=(16, 48), batch_rounds=2, compile=False, prompts=2,
+              threads=(1, 2, 4, 8), thread_prompt=16, thread_tokens=4, pools=(512, 1024), most=8)
 
-# %% ../nbs/62_bench.ipynb #62bench-036
+# %% ../nbs/62_bench.ipynb #62bench-038
 @dataclass
 class Bench:
     "A model, the sizes, and whom to tell."
@@ -227,39 +246,52 @@ class Bench:
         "A fresh engine over a pool of `slots` slots; nothing is shared between runs."
         return Engine(self.model, self.tokenizer, slots=slots, share_prefix=False, **options)
 
-    def prompt(self, tokens: int, start: int = 0) -> list[int]: return sample_prompt(self.tokenizer, tokens, self.seed + start)
+    def prompt(self, tokens: int, start: int = 0) -> list[int]:
+        return sample_prompt(self.tokenizer, tokens, self.seed + start)
 
-# %% ../nbs/62_bench.ipynb #62bench-038
+    @property
+    def longest(self) -> int:
+        "The longest prompt that makes sense: what the model was made for."
+        return getattr(self.model.config.get_text_config(), 'max_position_embeddings', None) or 1 << 30
+
+# %% ../nbs/62_bench.ipynb #62bench-040
 def plain_rows(b: Bench) -> Iterator[dict]:
     "Plain decoding: tokens/s against `generate`, milliseconds per step against the floor; all interleaved."
-    s, prompt, said = b.scale, b.prompt(b.scale.prompt), {}
-    engines = {'eager': b.engine(slots_for([s.prompt + s.new]))}
-    if s.compile: engines['compiled'] = b.engine(slots_for([s.prompt + s.new]), compile=True)
+    s, said, weights = b.scale, {}, weights_of(b.model)
+    prompt, slots = b.prompt(s.prompt), slots_for([s.prompt + s.new])
+    engines = {'eager': b.engine(slots)} | ({'compiled': b.engine(slots, compile=True)} if s.compile else {})
     def ours(name):
         result, = decode(engines[name], [prompt], s.new)
         said[name] = result.token_ids
         return dict(step=step_ms(result))
     def theirs(): said['generate'], = hf_generate(b.model, [prompt], s.new)
-    weights = weights_of(b.model)
-    b.report('plain decoding: ' + ', '.join(['generate', *engines]) + ' (a compiler may need a minute or two)' * s.compile)
-    rounds = interleave({'generate': theirs, 'floor': lambda: stream_weights(weights), **{n: lambda n=n: ours(n) for n in engines}}, s.rounds)
+    b.report('plain decoding' + ' (a compiler may need a minute or two)' * s.compile)
+    rounds = interleave({'generate': theirs, 'floor': lambda: stream_weights(weights)} | _each(engines, ours), s.rounds)
     yield row('generate', s.new / rounds.median('generate'), 'tokens/s')
     for name in engines: yield from _against(rounds, name, s.new, said)
 
-# %% ../nbs/62_bench.ipynb #62bench-039
+def _each(keys, measure: Callable) -> dict[str, Callable]:
+    "A contestant `measure(key)` for each key."
+    return {str(key): lambda key=key: measure(key) for key in keys}
+
+# %% ../nbs/62_bench.ipynb #62bench-041
 def _against(rounds: Rounds, name: str, new: int, said: dict) -> Iterator[dict]:
     "The rows of one of our contestants."
-    yield row(f'{name}, against generate', new / rounds.median(name), 'tokens/s', new / rounds.median('generate'), rounds.ratio('generate', name))
-    yield row(f'{name}: a step, against streaming the weights', rounds.median(f'{name}.step'), 'ms', rounds.median('floor.step'),
-              rounds.ratio(f'{name}.step', 'floor.step'))
+    yield row(f'{name}, against generate', new / rounds.median(name), 'tokens/s', new / rounds.median('generate'),
+              rounds.ratio('generate', name))
+    yield compared(rounds, f'{name}: a step, against streaming the weights', f'{name}.step', 'floor.step')
     same = next((i for i, (a, b) in enumerate(zip(said[name], said['generate'])) if a != b), new)
     yield row(f"{name}: first tokens that are generate's", same, 'tokens', new)
+
+def compared(rounds: Rounds, title: str, name: str, to: str) -> dict:
+    "The row of one measurement in ms against another."
+    return row(title, rounds.median(name), 'ms', rounds.median(to), rounds.ratio(name, to))
 
 def slots_for(lengths: list[int], page_size: int = 64) -> int:
     "Slots for requests of these lengths, each on pages of its own, and a page to spare for each."
     return sum(-(-n // page_size) + 1 for n in lengths) * page_size
 
-# %% ../nbs/62_bench.ipynb #62bench-041
+# %% ../nbs/62_bench.ipynb #62bench-043
 def batch_rows(b: Bench) -> Iterator[dict]:
     "Ragged requests decoded together: tokens/s against `generate` on the padded batch."
     s = b.scale
@@ -269,24 +301,25 @@ def batch_rows(b: Bench) -> Iterator[dict]:
     rounds = interleave({'generate': lambda: hf_generate(b.model, prompts, s.new) and None,
                          'engine': lambda: decode(engine, prompts, s.new) and None}, s.batch_rounds)
     total = s.batch * s.new
-    yield row(f'{s.batch} requests of {s.lengths[0]}-{s.lengths[1]} tokens, against generate', total / rounds.median('engine'),
-              'tokens/s', total / rounds.median('generate'), rounds.ratio('generate', 'engine'))
+    ours, theirs = (total / rounds.median(name) for name in ('engine', 'generate'))
+    name = f'{s.batch} requests of {s.lengths[0]}-{s.lengths[1]} tokens, against generate'
+    yield row(name, ours, 'tokens/s', theirs, rounds.ratio('generate', 'engine'))
 
-# %% ../nbs/62_bench.ipynb #62bench-043
+# %% ../nbs/62_bench.ipynb #62bench-045
 def pool_rows(b: Bench, small: int = 1024, large: int = 8192) -> Iterator[dict]:
     "The step of a lone request in a large pool, against a small one."
     s, prompt = b.scale, b.prompt(b.scale.prompt)
     engines = {n: b.engine(n) for n in (small, large)}
+    def alone(n): return dict(step=step_ms(decode(engines[n], [prompt], max(8, s.new // 4))[0]))
     b.report(f'pools of {small} and {large} slots')
-    rounds = interleave({str(n): lambda n=n: dict(step=step_ms(decode(engines[n], [prompt], max(8, s.new // 4))[0])) for n in engines}, s.rounds)
-    yield row(f'a lone request in {large} slots, against {small}', rounds.median(f'{large}.step'), 'ms', rounds.median(f'{small}.step'),
-              rounds.ratio(f'{large}.step', f'{small}.step'))
+    rounds = interleave(_each(engines, alone), s.rounds)
+    yield compared(rounds, f'a lone request in {large} slots, against {small}', f'{large}.step', f'{small}.step')
 
 def bench_step(b: Bench) -> Iterator[dict]:
     "All rows of `pasta bench step`."
     for part in (plain_rows, batch_rows, pool_rows): yield from part(b)
 
-# %% ../nbs/62_bench.ipynb #62bench-046
+# %% ../nbs/62_bench.ipynb #62bench-048
 @strategy
 def burst(h, threads: int = 8, tokens: int = 16):
     "One token of main, then `threads` forks that write `tokens` tokens each, all at once."
@@ -295,7 +328,8 @@ def burst(h, threads: int = 8, tokens: int = 16):
     began = h.engine.model_seconds
     push(main, _timed(spent, h, [main], logits)[0], 'sampled')
     logits = yield feed([main])
-    forks = [h.line(f'fork {n + 1}', [main.segment], main.position, parent=0, at=len(h.record.token) - 1) for n in range(threads)]
+    at = len(h.record.token) - 1
+    forks = [h.line(f'fork {n + 1}', [main.segment], main.position, parent=0, at=at) for n in range(threads)]
     logits = logits.expand(threads, -1)
     for k in range(tokens):
         for fork, token in zip(forks, _timed(spent, h, forks, logits)): push(fork, token, 'sampled')
@@ -308,12 +342,11 @@ def _timed(spent, h, lines, logits):
     try: return pick(h, lines, logits)
     finally: spent[0] += time.perf_counter() - start
 
-# %% ../nbs/62_bench.ipynb #62bench-049
+# %% ../nbs/62_bench.ipynb #62bench-051
 def burst_ms(engine: Engine, prompt: list[int], threads: int, tokens: int) -> dict:
     "Milliseconds per step of a burst: in all, outside of the model (without sampling), and for sampling."
     total = threads * tokens + 1
-    r, = run(engine, burst(prompt, threads=threads, tokens=tokens, max_new_tokens=total, ignore_eos=True))
-    if r.error: raise r.error
+    r, = run_all(engine, [burst(prompt, threads=threads, tokens=tokens, max_new_tokens=total, ignore_eos=True)])
     model, sampling = r.counts['model'], r.counts['sampling']
     parts = dict(step=r.seconds, outside=max(0.0, r.seconds - model - sampling), sampling=sampling)
     return {k: 1000 * v / r.forwards for k, v in parts.items()}
@@ -323,38 +356,31 @@ def thread_rows(b: Bench) -> Iterator[dict]:
     s, prompt = b.scale, b.prompt(b.scale.thread_prompt)
     engine = b.engine(slots_for([s.thread_prompt + max(s.threads) * s.thread_tokens]))
     b.report(f'steps of {", ".join(map(str, s.threads))} threads')
-    rounds = interleave({str(n): lambda n=n: burst_ms(engine, prompt, n, s.thread_tokens) for n in s.threads}, s.batch_rounds)
-    for n in s.threads: yield row(f'step, {n} threads' if n > 1 else 'step, 1 thread', rounds.median(f'{n}.step'), 'ms',
-                                  rounds.median('1.step'), rounds.ratio(f'{n}.step', '1.step'))
+    rounds = interleave(_each(s.threads, lambda n: burst_ms(engine, prompt, n, s.thread_tokens)), s.batch_rounds)
+    for n in s.threads: yield compared(rounds, f'step, {n} thread' + 's' * (n > 1), f'{n}.step', '1.step')
 
-# %% ../nbs/62_bench.ipynb #62bench-051
+# %% ../nbs/62_bench.ipynb #62bench-053
 def bookkeeping_rows(b: Bench) -> Iterator[dict]:
     "Bookkeeping at many threads: its share of a step, and how it grows with the pool and with the context."
     s = b.scale
     tokens = max(2, min(s.thread_tokens, (min(s.pools) - s.thread_prompt - 64) // s.most))
     same = {n: b.prompt(s.thread_prompt) for n in s.pools}
     full = {n: b.prompt(max(s.thread_prompt, min(n, b.longest) - s.most * tokens - 64)) for n in s.pools}
-    for title, prompts in (('in a pool of', same), ('in a full pool of', full)):
+    for title, prompts, warm in (('in a pool of', same, 1), ('in a full pool of', full, 0)):     # long prompts take long
         engines = {n: b.engine(n) for n in s.pools}
         b.report(f'bookkeeping {title} {", ".join(map(str, s.pools))} slots')
-        rounds = interleave({str(n): lambda n=n: burst_ms(engines[n], prompts[n], s.most, tokens) for n in s.pools}, s.batch_rounds)
+        rounds = interleave(_each(s.pools, lambda n: burst_ms(engines[n], prompts[n], s.most, tokens)), s.batch_rounds, warm)
         yield from _shares(rounds, s, title)
 
 def _shares(rounds: Rounds, s: Scale, title: str) -> Iterator[dict]:
     least, most = min(s.pools), max(s.pools)
-    for n in s.pools: yield row(f'bookkeeping, {s.most} threads {title} {n}', rounds.median(f'{n}.outside'), 'ms',
-                                rounds.median(f'{least}.outside'), rounds.ratio(f'{n}.outside', f'{least}.outside'))
+    for n in s.pools:
+        yield compared(rounds, f'bookkeeping, {s.most} threads {title} {n}', f'{n}.outside', f'{least}.outside')
     for part, name in (('outside', 'bookkeeping'), ('sampling', 'sampling')):
-        yield row(f'{name} of a step, {s.most} threads {title} {most}', 100 * rounds.ratio(f'{most}.{part}', f'{most}.step'), '%')
+        share = rounds.ratio(f'{most}.{part}', f'{most}.step')
+        yield row(f'{name} of a step, {s.most} threads {title} {most}', 100 * share, '%')
 
-# %% ../nbs/62_bench.ipynb #62bench-052
-def _longest(self) -> int:
-    "The longest prompt that makes sense: what the model was made for."
-    return getattr(self.model.config.get_text_config(), 'max_position_embeddings', None) or 1 << 30
-
-Bench.longest = property(_longest)
-
-# %% ../nbs/62_bench.ipynb #62bench-055
+# %% ../nbs/62_bench.ipynb #62bench-056
 def peak_memory(name: str, threads: int, tokens: int, prompt: int, slots: int, dtype: str) -> float:
     "Megabytes at most held by this process once it has decoded a burst. For a process of its own: see `memory_rows`."
     import resource
@@ -376,7 +402,7 @@ def memory_rows(b: Bench) -> Iterator[dict]:
     one, eight = (memory_of(b.name, n, 8 * s.thread_tokens // n, s.thread_prompt, slots, b.dtype) for n in (1, 8))
     yield row('peak memory, 8 threads against 1', eight, 'MB', one)
 
-# %% ../nbs/62_bench.ipynb #62bench-057
+# %% ../nbs/62_bench.ipynb #62bench-058
 def guided_rows(b: Bench) -> Iterator[dict]:
     "Realised against theoretical speedup of the demo's prompts, same outline, interleaved; geometric means."
     from pasta_lib.demo import PROMPTS, answer_twice
@@ -395,7 +421,7 @@ def bench_threads(b: Bench) -> Iterator[dict]:
     "All rows of `pasta bench threads`."
     for part in (thread_rows, bookkeeping_rows, memory_rows, guided_rows): yield from part(b)
 
-# %% ../nbs/62_bench.ipynb #62bench-059
+# %% ../nbs/62_bench.ipynb #62bench-060
 KINDS: dict[str, Callable[[Bench], Iterator[dict]]] = dict(step=bench_step, threads=bench_threads)
 
 def bench(kind: str, model: str = 'smollm2', quick: bool = False, report: Callable[[str], None] | None = None,
@@ -405,30 +431,34 @@ def bench(kind: str, model: str = 'smollm2', quick: bool = False, report: Callab
     `ratio` is value / baseline; see `better` for its good direction. `report` is told what is being measured.
     `PastaError` for an unknown kind or model."""
     if kind not in KINDS: raise PastaError(f'no benchmark called {kind!r}', fix=f'one of {", ".join(KINDS)}')
-    b = Bench(model, *load(model, dtype=dtype, quiet=report is None), scale or (QUICK if quick else Scale()), dtype, seed, report or (lambda text: None))
+    loaded, tokenizer = load(model, dtype=dtype, quiet=report is None)
+    scale = scale or (QUICK if quick else Scale())
+    b = Bench(model, loaded, tokenizer, scale, dtype, seed, report or (lambda text: None))
     result = dict(rows=[], hardware=hardware(model, dtype, seed))
     try:
         for r in KINDS[kind](b): result['rows'].append(r)
     except KeyboardInterrupt: result['interrupted'] = True
     return result
 
-# %% ../nbs/62_bench.ipynb #62bench-062
+# %% ../nbs/62_bench.ipynb #62bench-063
 def plot_ratios(result: dict, ax=None):
     "Bars of all ratios around 1, blue where the direction is good, orange where not; returns the axes."
     import matplotlib.pyplot as plt, seaborn as sns
     rows = [r for r in result['rows'] if r['ratio'] is not None and r['ratio'] > 0]
     blue, orange = sns.color_palette('colorblind')[:2]
-    good = [(r['ratio'] >= 1) == (better(r['unit']) == 'more') or r['ratio'] == 1 for r in rows]
+    good = [r['ratio'] == 1 or (r['ratio'] > 1) == (better(r['unit']) == 'more') for r in rows]
+    colours = [blue if g else orange for g in good]
     ax = ax or plt.subplots(figsize=(8, .4 * len(rows) + 1), layout='constrained')[1]
-    ax.barh([r['name'] for r in rows], [r['ratio'] - 1 for r in rows], left=1, color=[blue if g else orange for g in good])
+    ax.barh([r['name'] for r in rows], [r['ratio'] - 1 for r in rows], left=1, color=colours)
     ax.axvline(1, color='grey', lw=1)
     ax.invert_yaxis()
     ax.set(xlabel='value / baseline')
     ax.spines[['top', 'right']].set_visible(False)
     return ax
 
+# %% ../nbs/62_bench.ipynb #62bench-064
 def plot_threads(result: dict, ax=None):
-    "Milliseconds of a step over the number of threads (both axes in doublings), and what as many single steps would cost."
+    "Milliseconds of a step over the number of threads, and of as many single steps; both axes in doublings."
     import matplotlib.pyplot as plt
     found = [(int(m[1]), r['value']) for r in result['rows'] if (m := re.fullmatch(r'step, (\d+) threads?', r['name']))]
     ax = ax or plt.subplots(figsize=(6, 3.5), layout='constrained')[1]
@@ -437,16 +467,18 @@ def plot_threads(result: dict, ax=None):
         ax.plot(n, ms, 'o-', label='one step of n threads')
         ax.plot(n, [k * ms[0] for k in n], ':', color='grey', label='n steps of one thread')
         ax.legend(frameon=False)
-    ax.set_xscale('log', base=2); ax.set_yscale('log', base=2)
+    ax.set_xscale('log', base=2)
+    ax.set_yscale('log', base=2)
+    for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter('{x:g}')
     ax.set(xlabel='threads', ylabel='ms per step')
     ax.spines[['top', 'right']].set_visible(False)
     return ax
 
-# %% ../nbs/62_bench.ipynb #62bench-065
+# %% ../nbs/62_bench.ipynb #62bench-067
 def show_results(folder: str | Path, kind: str, draw: Callable = plot_ratios) -> str:
-    "Draw a committed table and return it as text; or say which command makes it."
+    "Draw a committed table and return it as text; or say how to make it."
     path = Path(folder) / f'bench_{kind}.csv'
     result = read_rows(path)
-    if not result['rows']: return f'no table {path.name} yet: pasta bench {kind} --out data/results/{path.name}'
+    if not result['rows']: return f"no table yet: save_rows(bench('{kind}'), 'data/results/{path.name}')"
     draw(result)
     return format_rows(result)

@@ -304,9 +304,10 @@ def bench(kind: Annotated[Bench, typer.Argument(help='step: one decode step; thr
           quick: Annotated[bool, Flag('--quick', help='Fewer repetitions.')] = False, as_json: Json = False):
     "Measure speed against baselines in one run."
     from pasta_lib.bench import bench as measure
-    found = measure(kind.value, model, quick=quick, report=say)
+    with quietly(as_json): found = measure(kind.value, model, quick=quick, report=say)
     if as_json: print_json(found)
     else: print_rows(found['rows'], found['hardware'])
+    return 130 if found.get('interrupted') else 0
 
 @command
 def demo(out: Annotated[Path, Flag(help='Folder for the report.')] = Path('demo'), model: Model = 'smollm2', as_json: Json = False):
@@ -314,3 +315,4 @@ def demo(out: Annotated[Path, Flag(help='Folder for the report.')] = Path('demo'
     from pasta_lib.demo import demo as show
     with quietly(as_json): found = show(model, str(out), quiet=as_json)
     if as_json: print_json(found)
+    return 130 if found.get('interrupted') else 0

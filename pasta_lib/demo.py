@@ -7,14 +7,14 @@ __all__ = ['PROMPTS', 'Prompt', 'outlined', 'Pair', 'answer_twice', 'means', 'ex
            'demo', 'answer_all', 'finish', 'where_to_look', 'plot_speedups']
 
 # %% ../nbs/63_demo.ipynb #63demo-002
-import json, textwrap
+import json, sys, textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Sequence
 from .core import PastaError
-from .bench import hardware, interleave
-from .engine import Engine, run
-from .metrics import arithmetic_mean, geometric_mean, realised_speedup, summary_table, theoretical_speedup
+from .bench import hardware, interleave, run_all
+from .engine import Engine
+from .metrics import arithmetic_mean, geometric_mean, summary_table, theoretical_speedup
 from .models import load
 from .pasta import guided, read_outline
 from .trace import html, print_interleaved
@@ -34,14 +34,19 @@ def outlined(question: str, *topics: str, say: str = '', closing: str = 'In shor
 
 # %% ../nbs/63_demo.ipynb #63demo-005
 PROMPTS = [
-    outlined('How can I sleep better at night?', 'Evening habits', 'The bedroom', 'Food and drink', 'Daily exercise'),
-    outlined('What should I think about before I adopt a dog?', 'Time', 'Money', 'Space at home', 'Training'),
-    outlined('What are the main sources of renewable energy?', 'Solar power', 'Wind power', 'Hydropower', 'Geothermal energy'),
-    outlined('How do I prepare for a job interview?', 'Research the company', 'Practise your answers', 'What to wear', 'Questions to ask'),
-    outlined('What makes a city pleasant to live in?', 'Public transport', 'Parks', 'Safety', 'Culture', 'Housing'),
-    outlined('How can I start a small vegetable garden?', 'Choosing a place', 'Preparing the soil', 'What to plant', 'Watering'),
-    outlined('Why do people enjoy reading novels?', 'Imagination', 'Characters', 'Language', 'Escape'),
-    outlined('How can a family spend less money?', 'Groceries', 'Energy at home', 'Transport', 'Free time', 'Subscriptions'),
+    outlined('How can I sleep better at night?', 'A regular schedule', 'Evening habits', 'The bedroom',
+             'Food and drink'),
+    outlined('What should I think about before I adopt a dog?', 'Time', 'Cost', 'Space', 'Training'),
+    outlined('What are the main sources of renewable energy?', 'Solar power', 'Wind power', 'Hydropower',
+             'Geothermal energy', closing='Together,'),
+    outlined('How do I prepare for a job interview?', 'Research', 'Practice', 'Clothing', 'Attitude'),
+    outlined('What makes a city pleasant to live in?', 'Public transport', 'Parks', 'Safety', 'Culture', 'Housing',
+             closing='Overall,'),
+    outlined('How can I start a small vegetable garden?', 'Choose a spot', 'Prepare the soil', 'Choose your plants',
+             'Water the plants'),
+    outlined('Why do people enjoy reading novels?', 'Imagination', 'Characters', 'Empathy', 'Escape'),
+    outlined('How can a family spend less money?', 'Plan your meals', 'Save energy', 'Buy second-hand',
+             'Use public transport'),
 ]
 
 # %% ../nbs/63_demo.ipynb #63demo-008
@@ -55,47 +60,52 @@ class Pair:
 
     @property
     def theoretical(self) -> float: return theoretical_speedup(self.in_turn.critical_path, self.at_once.critical_path)
-    @property
-    def stopped(self) -> bool: return any(r.finish_reason == 'cancelled' for r in (self.in_turn, self.at_once))
 
     def row(self) -> dict:
         "The question's line in the table."
         a, b = self.in_turn, self.at_once
-        return {'question': self.prompt.question, 'parts': b.forks, 'tokens in turn': a.generated_tokens, 'at once': b.generated_tokens,
-                'steps in turn': a.critical_path, 'steps at once': b.critical_path, 'theoretical': self.theoretical, 'realised': self.realised}
+        return {'question': self.prompt.question, 'parts': b.forks,
+                'tokens in turn': a.generated_tokens, 'tokens at once': b.generated_tokens,
+                'steps in turn': a.critical_path, 'steps at once': b.critical_path,
+                'theoretical': self.theoretical, 'realised': self.realised}
 
 # %% ../nbs/63_demo.ipynb #63demo-009
-def answer_twice(engine: Engine, prompt: Prompt, rounds: int = 1, warm: int = 0, point_tokens: int = 50, closing_tokens: int = 30,
-                 seed: int = 0, listen: Callable | None = None) -> Pair:
+def answer_twice(engine: Engine, prompt: Prompt, rounds: int = 1, warm: int = 0, point_tokens: int = 50,
+                 closing_tokens: int = 30, seed: int = 0) -> Pair:
     "Answer in turn and at once, `rounds` times each, interleaved; `realised` is the median ratio of decode seconds."
-    most, kept = prompt.points * point_tokens + closing_tokens, {}
+    kept, limits = {}, dict(point_tokens=point_tokens, closing_tokens=closing_tokens)
+    limits['max_new_tokens'] = prompt.points * point_tokens + closing_tokens
     def answer(parallel):
-        request = guided(prompt.question, outline=prompt.outline, parallel=parallel, point_tokens=point_tokens, max_new_tokens=most, seed=seed)
-        kept[parallel], = run(engine, request, listen=listen)
-        if kept[parallel].finish_reason == 'error': raise kept[parallel].error
+        request = guided(prompt.question, outline=prompt.outline, parallel=parallel, seed=seed, **limits)
+        kept[parallel], = run_all(engine, [request])
         return dict(decode=kept[parallel].seconds)
     times = interleave({'in turn': lambda: answer(False), 'at once': lambda: answer(True)}, rounds, warm)
     return Pair(prompt, kept[False], kept[True], times.ratio('in turn.decode', 'at once.decode'))
 
 # %% ../nbs/63_demo.ipynb #63demo-013
 def means(rows: Sequence[dict]) -> dict:
-    "Both means of both speedups."
-    return {f'{name} {key}': mean([r[key] for r in rows]) for name, mean in (('geometric', geometric_mean), ('arithmetic', arithmetic_mean))
-            for key in ('theoretical', 'realised')} if rows else {}
+    "Both means of both speedups; nothing of no rows."
+    both, keys = dict(geometric=geometric_mean, arithmetic=arithmetic_mean), ('theoretical', 'realised')
+    if not rows: return {}
+    return {f'{name} {key}': mean([r[key] for r in rows]) for name, mean in both.items() for key in keys}
 
 def explain(rows: Sequence[dict]) -> str:
     "What the numbers mean, for somebody who has just arrived."
     m = means(rows)
-    return (f'Writing the parts of each answer at once was {m["geometric realised"]:.2f} times as fast as writing them one after the other; '
-            f'it took {m["geometric theoretical"]:.2f} times fewer steps of the model (geometric means).\n'
-            'The model has not been trained for this, so the outline with its headings is ours; the words are its own, and as good as its size allows.')
+    return '\n'.join([
+        f'Writing the parts of each answer at once was {m["geometric realised"]:.2f} times as fast as one after the other;',
+        f'by the count of decode steps alone it would be {m["geometric theoretical"]:.2f} times (geometric means).',
+        'The model has not been trained for this, so the outline with its headings is ours;',
+        'the words under them are its own, and as good as a model of its size can write.'])
 
 # %% ../nbs/63_demo.ipynb #63demo-016
 class Screen:
     "Prints for people: with colour on a terminal, plainly elsewhere, not at all if quiet."
     def __init__(self, quiet: bool = False, console=None):
         from rich.console import Console
-        self.quiet, self.console = quiet, console or Console(highlight=False, force_jupyter=False)
+        notebook = 'ipykernel' in sys.modules                  # its output says that it is a terminal, but is a file
+        plain = dict(force_jupyter=False, force_terminal=False) if notebook else {}
+        self.quiet, self.console = quiet, console or Console(highlight=False, **plain)
         if not self.console.is_terminal: self.console.width = max(self.console.width, 120)
 
     def say(self, text: str = '', style: str | None = None, end: str = '\n'):
@@ -128,15 +138,20 @@ Screen.interleaving, Screen.table = _interleaving, _table
 
 # %% ../nbs/63_demo.ipynb #63demo-018
 def _rich_table(rows):
+    from rich import box
     from rich.table import Table
-    table = Table(*rows[0], show_footer=False)
-    for column in table.columns[1:]: column.justify = 'right'
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column('question')
+    for name in list(rows[0])[1:]:
+        head = name.replace(' ', '\n', 1) if ' ' in name else f'speedup,\n{name}' if name != 'parts' else name
+        table.add_column(head, justify='right', no_wrap=True)
     cell = lambda v: f'{v:.2f}×' if isinstance(v, float) else str(v)
     for r in rows: table.add_row(*map(cell, r.values()))
     table.add_section()
     m = means(rows)
     for name in ('geometric', 'arithmetic'):
-        table.add_row(f'{name} mean', *[''] * (len(rows[0]) - 3), *(cell(m[f'{name} {k}']) for k in ('theoretical', 'realised')), style='bold')
+        two = [cell(m[f'{name} {key}']) for key in ('theoretical', 'realised')]
+        table.add_row(f'{name} mean', *[''] * (len(rows[0]) - 3), *two, style='bold')
     return table
 
 # %% ../nbs/63_demo.ipynb #63demo-021
@@ -156,34 +171,34 @@ def results_of(pairs: Sequence[Pair], where: dict, interrupted: bool = False) ->
     return dict(rows=rows, means=means(rows), answers=texts, hardware=where, interrupted=interrupted)
 
 # %% ../nbs/63_demo.ipynb #63demo-023
-def demo(model: str = 'smollm2', out: str | Path = 'demo', quiet: bool = False, prompts: Sequence[Prompt] | None = None, dtype: str = 'bfloat16',
-         seed: int = 0, console=None, **limits) -> dict:
+def demo(model: str = 'smollm2', out: str | Path = 'demo', quiet: bool = False, prompts: Sequence[Prompt] | None = None,
+         dtype: str = 'bfloat16', seed: int = 0, console=None, **limits) -> dict:
     """Answer prompts in turn and at once, print the comparison, write `out`/report.html and `out`/results.json.
 
-    `limits` go to `answer_twice` (point_tokens, closing_tokens, rounds). Returns what results.json holds, with the paths
-    `report` and `results`. Ctrl-C leaves a partial report (`interrupted`)."""
+    `limits` go to `answer_twice` (point_tokens, closing_tokens, rounds). Returns what results.json holds, with the
+    paths `report` and `results`. Ctrl-C leaves a partial report (`interrupted`)."""
     screen, prompts, folder = Screen(quiet, console), list(PROMPTS if prompts is None else prompts), Path(out)
-    if not prompts: raise PastaError('no prompts to answer', fix='give at least one, or none at all for the built-in eight')
+    if not prompts: raise PastaError('no prompts to answer', fix='give at least one, or no list at all')
     folder.mkdir(parents=True, exist_ok=True)
-    pairs, interrupted, tokenizer = [], True, None
+    pairs, tokenizer, interrupted = [], None, True
     try:
         with screen.busy(f'opening {model}'): loaded, tokenizer = load(model, dtype=dtype, quiet=quiet)
         engine = Engine(loaded, tokenizer, slots=1024)
         for pair in answer_all(engine, prompts, screen, seed, **limits): pairs.append(pair)
-        interrupted = len(pairs) < len(prompts)
-    except KeyboardInterrupt: screen.say('interrupted')
+        interrupted = False
+    except KeyboardInterrupt: screen.say('\ninterrupted')
     return finish(pairs, tokenizer, folder, screen, hardware(model, dtype, seed), interrupted)
 
 # %% ../nbs/63_demo.ipynb #63demo-024
 def answer_all(engine: Engine, prompts: Sequence[Prompt], screen: Screen, seed: int = 0, **limits):
-    "The pairs, as they are ready; stops at the first that was cut short."
+    "The pairs, as they are ready."
     screen.say(f'{len(prompts)} questions, each answered twice: one part after the other, then all parts at once.\n')
-    with screen.busy('warming up'): answer_twice(engine, prompts[0], seed=seed, **limits | dict(rounds=1, point_tokens=4, closing_tokens=4))
+    short = limits | dict(rounds=1, point_tokens=4, closing_tokens=4)
+    with screen.busy('warming up'): answer_twice(engine, prompts[0], seed=seed, **short)
     width = max(len(p.question) for p in prompts)
     for n, prompt in enumerate(prompts, 1):
         screen.say(f'{n}/{len(prompts)}  {prompt.question:{width}}', end='')
         pair = answer_twice(engine, prompt, seed=seed, **limits)
-        if pair.stopped: return screen.say('  interrupted')
         screen.say(f'  in turn {pair.in_turn.seconds:4.1f} s, at once {pair.at_once.seconds:4.1f} s')
         if n == 1: _first(screen, pair, engine.tokenizer)
         yield pair
@@ -220,9 +235,11 @@ def plot_speedups(rows: Sequence[dict], ax=None):
     import matplotlib.pyplot as plt, seaborn as sns
     ax = ax or plt.subplots(figsize=(8, .6 * len(rows) + 1), layout='constrained')[1]
     for k, (key, colour) in enumerate(zip(('theoretical', 'realised'), sns.color_palette('colorblind'))):
-        ax.barh([n + .38 * k - .19 for n in range(len(rows))], [r[key] for r in rows], height=.36, color=colour, label=key)
+        places = [n + .38 * k - .19 for n in range(len(rows))]
+        ax.barh(places, [r[key] for r in rows], height=.36, color=colour, label=key)
         if len(rows) > 1: ax.axvline(means(rows)[f'geometric {key}'], color=colour, ls=':')
-    ax.set(yticks=range(len(rows)), yticklabels=[r['question'] for r in rows], xlabel='speedup over one part after the other (×)')
+    ax.set(yticks=range(len(rows)), yticklabels=[r['question'] for r in rows])
+    ax.set(xlabel='speedup over one part after the other (×)')
     ax.axvline(1, color='grey', lw=1)
     ax.invert_yaxis()
     ax.legend(frameon=False, loc='upper left', bbox_to_anchor=(1, 1))

