@@ -678,7 +678,7 @@ class Job:
     def __init__(self, engine: Engine, request: Request, number: int, listen=None, keep_logits=False):
         self.engine, self.request, self.number, self.keep_logits = engine, request, number, keep_logits
         self.error, self.reason, self.queries, self.h, self.done = None, None, None, None, False
-        self.listen, self.ids, self.answered, self.parts, self.pending = listen, [], 0, [], False
+        self.listen, self.ids, self.answered, self.parts, self.pending, self.refused = listen, [], 0, [], False, 0
         try: self.ids = prompt_ids(engine, request)
         except PastaError as e: self.fail(e)
 
@@ -717,7 +717,10 @@ def ask(job: Job) -> Placed | None:
     q, h = job.queries, job.h
     if q.prefill and len(q.tokens) > job.engine.chunk: q = _part(q, job.answered, job.engine.chunk)
     try: placed = place(h, q)
-    except Exception as e: return job.throw(e)
+    except Exception as e:
+        job.refused += 1
+        return job.throw(e) if job.refused <= 16 else job.fail(e)      # it asks the same again and again
+    job.refused = 0
     job.part, job.placed, job.first, job.pending = q, placed, len(h.record.token), False
     note(h, q, placed)
     return placed

@@ -122,7 +122,7 @@ class Runtime:
         self.held, self.spawned, self.old = None, [], []               # a sync's last token; new forks; segments to close
         self.joined, self.broken = [], None                            # forks whose join is under way; a broken rule (strict)
         self.ears, self.first = {self.main: Ear(voice, self.main)}, 0
-        h.counts |= dict(problems=[], clipped=0)
+        h.counts |= dict(problems=[])
         self.blocks, self.shut = [], set()                             # (fork, where its promise ends in main's text); closed by us
         if not voice.ids: h.tagged, h.plain = self.tagged, self.plain
 

@@ -210,7 +210,7 @@ def test_seeds(small):
 def test_probabilities(small):
     model, _ = small
     r, = engine_of(small).run(ar(PROMPTS[0], max_new_tokens=8, probabilities=True))
-    logits = model(torch.tensor([PROMPTS[0] + r.token_ids])).logits[0].softmax(-1)
+    with torch.no_grad(): logits = model(torch.tensor([PROMPTS[0] + r.token_ids])).logits[0].softmax(-1)
     expected = [float(logits[19 + n, i]) for n, i in enumerate(r.token_ids)]
     assert np.allclose(r.record.prob[20:], expected, atol=1e-5) and np.isnan(r.record.prob[:20]).all()
     assert np.isnan(engine_of(small).run(ar(PROMPTS[0], max_new_tokens=2))[0].record.prob).all()
@@ -790,3 +790,19 @@ def test_compiled_equals_eager():
     assert [r.error for r in got] == [None, None]
     assert tokens(got) == tokens(ask(eager))                       # two shapes: two requests, then a lone one
     empty(compiled)
+
+
+def test_a_strategy_that_will_not_take_no_for_an_answer(small):
+    from pasta_lib.pool import PoolFull
+
+    @strategy
+    def stubborn(h):
+        main = h.line('main')
+        yield h.prompt(main)
+        while True:
+            try: yield Queries([1] * 1000, range(4, 1004), main.segment)
+            except PoolFull: pass
+
+    engine = engine_of(small)
+    r, = engine.run(stubborn([1, 2, 3, 4], reserve=1))
+    assert r.finish_reason == 'pool_full' and engine.pool.pages.free == len(engine.pool.pages)

@@ -17,7 +17,7 @@ from pasta_lib.masks import dense_mask
 from pasta_lib.metrics import critical_path, written_steps
 from pasta_lib.models import add_tokens, byte_tokenizer, tiny_model
 from pasta_lib.pasta import *
-from pasta_lib.segments import IGNORE, Layout, SegmentError, pasta_layout
+from pasta_lib.segments import IGNORE, Layout, pasta_layout
 from pasta_lib.tags import GrammarError, MissingTags, Promise, Sync, AsyncEnd, TagVocab, encode, parse, pieces, plain
 
 
