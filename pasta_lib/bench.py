@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'KINDS', 'Rounds', 'interleave', 'row', 'better', 'hardware', 'save_rows', 'read_rows', 'format_rows',
-           'weights_of', 'stream_weights', 'hf_generate', 'run_all', 'decode', 'step_ms', 'sample_prompt', 'ragged',
-           'Scale', 'Bench', 'plain_rows', 'compared', 'slots_for', 'batch_rows', 'pool_rows', 'bench_step', 'burst',
-           'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory', 'memory_of', 'memory_rows', 'guided_rows',
-           'bench_threads', 'bench', 'plot_ratios', 'plot_threads', 'show_results']
+           'weights_of', 'stream_weights', 'steps_of', 'Stamps', 'hf_generate', 'run_all', 'decode', 'step_ms',
+           'sample_prompt', 'ragged', 'Scale', 'Bench', 'plain_rows', 'compared', 'quiet', 'slots_for', 'batch_rows',
+           'pool_rows', 'bench_step', 'burst', 'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory',
+           'memory_of', 'memory_rows', 'guided_rows', 'bench_threads', 'bench', 'plot_ratios', 'plot_threads',
+           'show_results']
 
 # %% ../nbs/62_bench.ipynb #62bench-002
 import csv, os, platform, re, statistics, subprocess, sys, time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Callable, Iterator
+import numpy as np
 import torch
 import torch.nn.functional as F
 from .core import PastaError
@@ -149,12 +151,17 @@ def weights_of(model) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def stream_weights(weights: list[torch.Tensor], passes: int = 8) -> dict:
-    "Milliseconds to push one row through all weights: `{'step': ms}`."
+    "Milliseconds to push one row through all weights, as `steps_of`."
     rows = {w.shape[1]: torch.ones(1, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
-    start = time.perf_counter()
+    times = [time.perf_counter()]
     for _ in range(passes):
         for w in weights: F.linear(rows[w.shape[1]], w)
-    return dict(step=1000 * (time.perf_counter() - start) / passes)
+        times.append(time.perf_counter())
+    return steps_of(np.diff(times))
+
+def steps_of(seconds) -> dict:
+    "Milliseconds of a typical step (the median) and of a quiet one (the 10th percentile: what few interruptions leave)."
+    return dict(step=1000 * float(np.median(seconds)), quiet=1000 * float(np.quantile(seconds, .1)))
 
 # %% ../nbs/62_bench.ipynb #62bench-028
 @contextmanager
@@ -166,12 +173,17 @@ def _plain_generation(model, new):
     try: yield
     finally: model.generation_config = before
 
-def hf_generate(model, prompts: list[list[int]], new: int) -> list[list[int]]:
+class Stamps(list):
+    "A streamer for `generate` that only notes when each token came."
+    def put(self, tokens): self.append(time.perf_counter())
+    def end(self): pass
+
+def hf_generate(model, prompts: list[list[int]], new: int, streamer=None) -> list[list[int]]:
     "`new` greedy tokens for each prompt by Hugging Face's `generate`, as one batch padded on the left."
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    with _plain_generation(model, new): out = model.generate(ids, attention_mask=mask)
+    with _plain_generation(model, new): out = model.generate(ids, attention_mask=mask, streamer=streamer)
     return out[:, longest:].tolist()
 
 # %% ../nbs/62_bench.ipynb #62bench-030
@@ -215,7 +227,7 @@ class Scale:
     "Sizes of a benchmark."
     prompt: int = 384                        # tokens of the lone prompt
     new: int = 128                           # tokens decoded after it
-    rounds: int = 5
+    rounds: int = 7
     batch: int = 16                          # requests decoded together
     lengths: tuple = (64, 512)               # of their prompts, shortest and longest
     batch_rounds: int = 3
@@ -263,8 +275,11 @@ def plain_rows(b: Bench) -> Iterator[dict]:
     def ours(name):
         result, = decode(engines[name], [prompt], s.new)
         said[name] = result.token_ids
-        return dict(step=step_ms(result))
-    def theirs(): said['generate'], = hf_generate(b.model, [prompt], s.new)
+        return steps_of(result.record.seconds)
+    def theirs():
+        stamps = Stamps()
+        said['generate'], = hf_generate(b.model, [prompt], s.new, stamps)
+        return steps_of(np.diff(stamps[1:]))              # the first stamp is the prompt's
     b.report('plain decoding' + ' (a compiler may need a minute or two)' * s.compile)
     rounds = interleave({'generate': theirs, 'floor': lambda: stream_weights(weights)} | _each(engines, ours), s.rounds)
     yield row('generate', s.new / rounds.median('generate'), 'tokens/s')
@@ -279,13 +294,20 @@ def _against(rounds: Rounds, name: str, new: int, said: dict) -> Iterator[dict]:
     "The rows of one of our contestants."
     yield row(f'{name}, against generate', new / rounds.median(name), 'tokens/s', new / rounds.median('generate'),
               rounds.ratio('generate', name))
-    yield compared(rounds, f'{name}: a step, against streaming the weights', f'{name}.step', 'floor.step')
+    for to, told in (('generate', "against generate's"), ('floor', 'against streaming the weights')):
+        yield compared(rounds, f'{name}: a step, {told}', f'{name}.step', f'{to}.step')
+        yield quiet(rounds, f'{name}: a quiet step, {told}', f'{name}.quiet', f'{to}.quiet')
     same = next((i for i, (a, b) in enumerate(zip(said[name], said['generate'])) if a != b), new)
     yield row(f"{name}: first tokens that are generate's", same, 'tokens', new)
 
 def compared(rounds: Rounds, title: str, name: str, to: str) -> dict:
     "The row of one measurement in ms against another."
     return row(title, rounds.median(name), 'ms', rounds.median(to), rounds.ratio(name, to))
+
+def quiet(rounds: Rounds, title: str, name: str, to: str) -> dict:
+    "The same for the quietest round of each: what the code takes when the machine is left alone."
+    ours, theirs = (min(rounds.values[n]) for n in (name, to))
+    return row(title, ours, 'ms', theirs, ours / theirs)
 
 def slots_for(lengths: list[int], page_size: int = 64) -> int:
     "Slots for requests of these lengths, each on pages of its own, and a page to spare for each."
@@ -310,10 +332,11 @@ def pool_rows(b: Bench, small: int = 1024, large: int = 8192) -> Iterator[dict]:
     "The step of a lone request in a large pool, against a small one."
     s, prompt = b.scale, b.prompt(b.scale.prompt)
     engines = {n: b.engine(n) for n in (small, large)}
-    def alone(n): return dict(step=step_ms(decode(engines[n], [prompt], max(8, s.new // 4))[0]))
+    def alone(n): return steps_of(decode(engines[n], [prompt], max(8, s.new // 4))[0].record.seconds)
     b.report(f'pools of {small} and {large} slots')
     rounds = interleave(_each(engines, alone), s.rounds)
     yield compared(rounds, f'a lone request in {large} slots, against {small}', f'{large}.step', f'{small}.step')
+    yield quiet(rounds, f'a lone request in {large} slots, against {small}: a quiet step', f'{large}.quiet', f'{small}.quiet')
 
 def bench_step(b: Bench) -> Iterator[dict]:
     "All rows of `pasta bench step`."

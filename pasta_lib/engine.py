@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Handle', 'Placed', 'place', 'erase', 'Read', 'Step',
-           'pool_attention', 'folds', 'attend', 'register_attention', 'PackedLinears', 'Engine', 'bucket',
-           'CompiledStep', 'uniform', 'Sampling', 'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'leave',
-           'feed', 'pick', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer',
-           'check_queries', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples',
-           'replay', 'replay_deviation']
+           'pool_attention', 'folds', 'attend', 'register_attention', 'PackedLinears', 'packed_forwards', 'Engine',
+           'bucket', 'CompiledStep', 'uniform', 'Sampling', 'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids',
+           'push', 'leave', 'feed', 'pick', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask',
+           'note', 'answer', 'check_queries', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run',
+           'stream', 'samples', 'replay', 'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, time
@@ -264,6 +264,7 @@ def attend(query, keys, values, read: Read, mask, scaling, softcap=None):
     heads, rows, d = query.shape[1:]
     groups, count, each = keys.shape[1], read.count, rows // read.count
     k, v = (_slots(store, read) for store in (keys, values))
+    if rows == 1: return _one(query, k, v, mask, scaling, softcap)
     q = query[0].reshape(groups, heads // groups, count, each, d).permute(2, 0, 1, 3, 4)
     fold = folds(each, query.device) or softcap
     q = q.reshape(count, groups, -1, d) if fold else q.reshape(count, heads, each, d)
@@ -271,6 +272,12 @@ def attend(query, keys, values, read: Read, mask, scaling, softcap=None):
     else: out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=not fold)
     out = out.reshape(count, groups, heads // groups, each, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(1, rows, heads, -1)
+
+def _one(query, k, v, mask, scaling, softcap):
+    "The common case, one new token: folding is a view."
+    q = query.view(1, k.shape[1], -1, query.shape[3])
+    out = _capped(q, k, v, mask, scaling, softcap) if softcap else F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    return out.reshape(1, 1, query.shape[1], -1)
 
 def _capped(q, k, v, mask, scaling, softcap):
     "Attention whose scores are squashed to ±softcap, which the fused kernels can't do (Gemma 2)."
@@ -293,10 +300,10 @@ def register_attention():
 # %% ../nbs/12_engine.ipynb #12engine-025
 class PackedLinears:
     "Within the context, a model's bfloat16 `nn.Linear`s on CPU multiply with packed copies of their weights."
-    most_rows = 64                           # more rows than this and the ordinary product is as good
+    most_rows = 64                           # with more rows than this the ordinary product is as good
     def __init__(self, model):
         self.layers = [m for m in model.modules() if type(m) is torch.nn.Linear and self.works(m)]
-        self.versions, self.forwards = None, []
+        self.versions, self.forwards, self.calls = None, {}, []
 
     def works(self, layer) -> bool:
         w = layer.weight
@@ -304,23 +311,55 @@ class PackedLinears:
         try: return torch.ops.mkldnn._reorder_linear_weight(w.detach()[:16, :16].contiguous(), 1) is not None
         except (AttributeError, RuntimeError): return False
 
-    def pack(self, layer):
-        weight, ordinary, multiply = layer.weight.detach(), layer.forward, torch.ops.mkldnn._linear_pointwise
-        packed, bias = torch.ops.mkldnn._reorder_linear_weight(weight, 1), None if layer.bias is None else layer.bias.detach()
-        def fast(x):
-            if x.numel() > self.most_rows * weight.shape[1]: return ordinary(x)
-            return multiply(x, packed, bias, 'none', [], '')
-        return fast
-
     def __enter__(self):
         versions = [(m.weight._version, m.weight.data_ptr()) for m in self.layers]
-        if versions != self.versions: self.versions, self.forwards = versions, [self.pack(m) for m in self.layers]
-        for m, fast in zip(self.layers, self.forwards): m.__dict__['forward'] = fast
+        if versions != self.versions: self.versions, self.forwards = versions, {m: self.watch(m) for m in self.layers}
+        for m, forward in self.forwards.items(): m.__dict__['forward'] = forward
 
     def __exit__(self, *error):
         for m in self.layers: m.__dict__.pop('forward', None)
+        if self.calls: self.forwards, self.calls = self.pack(), []
 
-# %% ../nbs/12_engine.ipynb #12engine-027
+    def watch(self, layer):
+        "The ordinary product, noting who was given what."
+        ordinary = type(layer).forward
+        def seen(x):
+            self.calls.append((layer, x))
+            return ordinary(layer, x)
+        return seen
+
+    def pack(self) -> dict:
+        "Layer -> fast forward; neighbours with the same input share one product."
+        groups, last = [], None
+        for layer, x in self.calls:
+            if x is last: groups[-1].append(layer)
+            else: groups.append([layer])
+            last = x
+        return {layer: forward for group in groups for layer, forward in zip(group, packed_forwards(group, self.most_rows))}
+
+# %% ../nbs/12_engine.ipynb #12engine-026
+def packed_forwards(layers: list, most_rows: int) -> list[Callable]:
+    "Forwards of linear layers that are called one after the other with the same input: the first multiplies for all."
+    weight = torch.cat([m.weight.detach() for m in layers]).contiguous()
+    bias = None if all(m.bias is None for m in layers) else torch.cat([m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in layers])
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, 1), torch.ops.mkldnn._linear_pointwise
+    sizes, most, made = [len(m.weight) for m in layers], most_rows * weight.shape[1], {}
+    del weight
+    def first(x):
+        if x.numel() > most: return F.linear(x, layers[0].weight, layers[0].bias)
+        made['x'], made['y'] = x, multiply(x, packed, bias, 'none', [], '').split(sizes, -1)
+        return made['y'][0]
+    def later(n):
+        def forward(x):
+            if made.get('x') is not x: return F.linear(x, layers[n].weight, layers[n].bias)
+            y = made['y'][n]
+            if n == len(layers) - 1: made.clear()
+            return y
+        return forward
+    def alone(x): return F.linear(x, layers[0].weight, layers[0].bias) if x.numel() > most else multiply(x, packed, bias, 'none', [], '')
+    return [alone] if len(layers) == 1 else [first, *map(later, range(1, len(layers)))]
+
+# %% ../nbs/12_engine.ipynb #12engine-028
 class Engine:
     """Runs strategies over one model and one pool. `slots`: size of the pool; `chunk`: most prompt tokens of a request per
     forward; `compile`: one compiled graph per padded shape (faster steps; 30-60 s per shape, once); `pack`: keep a second copy of
@@ -382,10 +421,10 @@ class Engine:
         if folds(len(mask), self.device) or self.facts.softcap: mask = mask.repeat(self.facts.groups, 1)
         return mask[None, None].to(self.device)
 
-# %% ../nbs/12_engine.ipynb #12engine-031
+# %% ../nbs/12_engine.ipynb #12engine-032
 def bucket(n: int, least: int = 1) -> int: return max(least, 1 << (n - 1).bit_length())
 
-# %% ../nbs/12_engine.ipynb #12engine-032
+# %% ../nbs/12_engine.ipynb #12engine-033
 class CompiledStep:
     "The engine's step with padded shapes, one compiled graph per (requests, rows each, slots each)."
     most_rows, least_slots = 64, 128
@@ -434,7 +473,7 @@ class CompiledStep:
         seen[len(placed):] = seen[len(placed) - 1]
         return torch.cat([self.engine.mask(one) for one in seen])
 
-# %% ../nbs/12_engine.ipynb #12engine-033
+# %% ../nbs/12_engine.ipynb #12engine-034
 def _width(p: Placed) -> int: return p.span[1] if p.span else len(p.index)
 def _numbers(p: Placed): return p.index if p.span is None else np.arange(p.span[0], sum(p.span))
 
@@ -443,7 +482,7 @@ def _rectangle(parts, count, width):
     rows = [list(p) + [p[-1]] * (width - len(p)) for p in parts]
     return np.array(rows + [rows[-1]] * (count - len(rows)), np.int64)
 
-# %% ../nbs/12_engine.ipynb #12engine-035
+# %% ../nbs/12_engine.ipynb #12engine-036
 def uniform(seed: int, thread: int, place: int) -> float:
     "A number in [0, 1) that depends on nothing else."
     digest = hashlib.blake2b(f'{seed}/{thread}/{place}'.encode(), digest_size=8).digest()
@@ -473,7 +512,7 @@ class Sampling:
 class OptionError(PastaError):
     "An option that makes no sense."
 
-# %% ../nbs/12_engine.ipynb #12engine-036
+# %% ../nbs/12_engine.ipynb #12engine-037
 def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     "The token that the uniform number `u` picks from `logits` (V,) after temperature, top-k and top-p."
     if s.temperature == 0: return int(logits.float().argmax())
@@ -486,7 +525,7 @@ def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     edges = p.cumsum(0)
     return min(int(torch.searchsorted(edges, u * edges[-1], right=True)), int(p.nonzero()[-1]))
 
-# %% ../nbs/12_engine.ipynb #12engine-039
+# %% ../nbs/12_engine.ipynb #12engine-040
 @dataclass(eq=False)
 class Line:
     "A thread while it is being decoded."
@@ -506,7 +545,7 @@ class Line:
     @property
     def done(self) -> bool: return self.info.finish_reason is not None
 
-# %% ../nbs/12_engine.ipynb #12engine-040
+# %% ../nbs/12_engine.ipynb #12engine-041
 class Decoding(Handle):
     "What a strategy holds: its request's handle, prompt, sampling, and the threads it has opened."
     def __init__(self, engine: Engine, request, ids: list[int], listen: Callable | None = None):
@@ -541,14 +580,14 @@ class Decoding(Handle):
         notes = [(line.number, 'prompt', math.nan, False)] * (len(self.ids) - n)
         return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes)
 
-# %% ../nbs/12_engine.ipynb #12engine-041
+# %% ../nbs/12_engine.ipynb #12engine-042
 def eos_ids(model, tokenizer=None) -> set[int]:
     "The tokens that end an answer, as the model's generation settings and its tokenizer say."
     said = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
     said = list(said) if isinstance(said, (list, tuple)) else [said]
     return {int(i) for i in said + [getattr(tokenizer, 'eos_token_id', None)] if i is not None}
 
-# %% ../nbs/12_engine.ipynb #12engine-043
+# %% ../nbs/12_engine.ipynb #12engine-044
 def push(line: Line, tokens: int | Iterable[int], kind: str = 'forced', prob: float = math.nan, control: bool = False):
     "The line's next tokens, to be fed in the next forward."
     for t in [tokens] if isinstance(tokens, int) else tokens:
@@ -571,7 +610,7 @@ def feed(lines: Iterable[Line], silent: Iterable[Line] = ()) -> Queries:
     tokens, positions, segments, notes = zip(*rows)
     return Queries(tokens, positions, segments, want, notes=list(notes))
 
-# %% ../nbs/12_engine.ipynb #12engine-044
+# %% ../nbs/12_engine.ipynb #12engine-045
 def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int | None]:
     """Each line's next token from its row of logits (lines, V); None once the request has had its `max_new_tokens`.
     Sets a line's `finish_reason` where the token ends it: eos, stop or length."""
@@ -588,7 +627,7 @@ def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int |
         elif h.total >= h.sampling.max_new_tokens or line.sampled == line.limit: line.info.finish_reason = 'length'
     return tokens
 
-# %% ../nbs/12_engine.ipynb #12engine-045
+# %% ../nbs/12_engine.ipynb #12engine-046
 def _choose(h: Decoding, lines, logits) -> list[int]:
     "Scripted tokens where there is a script; else drawn, each from its own number."
     s = h.sampling
@@ -630,7 +669,7 @@ class Chunk:
     text: str
     step: int                                # decode step
 
-# %% ../nbs/12_engine.ipynb #12engine-047
+# %% ../nbs/12_engine.ipynb #12engine-048
 @dataclass(eq=False)
 class Request:
     "One thing to decode: a strategy, a prompt (text, chat messages or token ids), options."
@@ -660,7 +699,7 @@ def strategy(fn):
     request.generator = fn
     return request
 
-# %% ../nbs/12_engine.ipynb #12engine-048
+# %% ../nbs/12_engine.ipynb #12engine-049
 @strategy
 def ar(h):
     "Autoregressive decoding: one token after the other."
@@ -672,7 +711,7 @@ def ar(h):
         if main.done: return
         logits = yield feed([main])
 
-# %% ../nbs/12_engine.ipynb #12engine-050
+# %% ../nbs/12_engine.ipynb #12engine-051
 class Job:
     "A request on its way: its generator, what it asks now, and how much of that is answered."
     def __init__(self, engine: Engine, request: Request, number: int, listen=None, keep_logits=False):
@@ -711,7 +750,7 @@ class Job:
 
     def end(self): self.done = True
 
-# %% ../nbs/12_engine.ipynb #12engine-051
+# %% ../nbs/12_engine.ipynb #12engine-052
 def ask(job: Job) -> Placed | None:
     "Place the job's next queries (a chunk of a long prompt); None if its request could not go on."
     q, h = job.queries, job.h
@@ -756,7 +795,7 @@ def answer(job: Job, logits: torch.Tensor):
     if q.prefill and job.engine.share_prefix and h.pages.used >= len(job.ids): job.engine.pool.register(job.ids, h.pages)
     job.go(lambda: job.generator.send(torch.cat(job.parts) if len(job.parts) > 1 else job.parts[0]))
 
-# %% ../nbs/12_engine.ipynb #12engine-052
+# %% ../nbs/12_engine.ipynb #12engine-053
 def check_queries(q: Queries, vocab: int):
     "Raise QueryError for what a model can't be asked."
     def need(ok, what, fix=None):
@@ -786,7 +825,7 @@ def prompt_ids(engine: Engine, request: Request) -> list[int]:
     if len(ids) > engine.pool.slots: raise PoolFull(f'a prompt of {len(ids)} tokens', f'pool of {engine.pool.slots} slots', 'make the pool larger: Engine(slots=…)')
     return ids
 
-# %% ../nbs/12_engine.ipynb #12engine-053
+# %% ../nbs/12_engine.ipynb #12engine-054
 class Driver:
     "Runs requests together: admission, one merged forward per turn, results as they finish."
     def __init__(self, engine: Engine, requests: Sequence[Request], listen=None, keep_logits=False):
@@ -849,7 +888,7 @@ class Driver:
             if job.h: job.h.pages.release()
         return results
 
-# %% ../nbs/12_engine.ipynb #12engine-055
+# %% ../nbs/12_engine.ipynb #12engine-056
 @dataclass
 class Result:
     "What became of one request."
@@ -880,7 +919,7 @@ class Result:
         plain = lambda v: [asdict(x) if is_dataclass(x) else x for x in v] if isinstance(v, list) else v
         return {**out, **{k: plain(v) for k, v in self.counts.items()}, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
-# %% ../nbs/12_engine.ipynb #12engine-056
+# %% ../nbs/12_engine.ipynb #12engine-057
 def make_result(job: Job) -> Result:
     "Assemble a request's result; tokens that were chosen but never fed are kept, with slot -1."
     h, r = job.h, job.request
@@ -918,7 +957,7 @@ def written(record: Record, tokenizer, tags: bool = False, eos: Iterable[int] = 
         out, before = out + (text[:-trim] if trim else text), (before + ids)[-4:]
     return out
 
-# %% ../nbs/12_engine.ipynb #12engine-057
+# %% ../nbs/12_engine.ipynb #12engine-058
 def run(engine: Engine, requests: Request | Sequence[Request], listen: Callable | None = None, keep_logits: bool = False) -> list[Result]:
     """Decode requests together; results in the order of the requests. `listen` is called with every `Chunk` of text;
     `keep_logits` keeps the logits that the runtime saw (`record.logits`), for `replay`. Ctrl-C ends all with what they have."""
@@ -937,7 +976,7 @@ def samples(request: Request, n: int) -> list[Request]:
 
 Engine.run, Engine.stream = run, stream
 
-# %% ../nbs/12_engine.ipynb #12engine-062
+# %% ../nbs/12_engine.ipynb #12engine-063
 def replay(record: Record) -> tuple[Layout, list[int]]:
     "The record as one training row (tokens in the order they entered the pool), and the record index of each token."
     kept = [i for i, slot in enumerate(record.slot) if slot >= 0]
