@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['QUICK', 'KINDS', 'Rounds', 'interleave', 'row', 'better', 'hardware', 'save_rows', 'read_rows', 'format_rows',
-           'weights_of', 'stream_weights', 'steps_of', 'Stamps', 'hf_generate', 'run_all', 'decode', 'step_ms',
-           'sample_prompt', 'ragged', 'Scale', 'Bench', 'plain_rows', 'compared', 'quiet', 'slots_for', 'batch_rows',
-           'pool_rows', 'bench_step', 'burst', 'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory',
-           'memory_of', 'memory_rows', 'guided_rows', 'bench_threads', 'bench', 'plot_ratios', 'plot_threads',
-           'show_results']
+           'weights_of', 'stream_weights', 'steps_of', 'Stamps', 'hf_generate', 'run_all', 'decode', 'sample_prompt',
+           'ragged', 'Scale', 'Bench', 'plain_rows', 'compared', 'quiet', 'slots_for', 'batch_rows', 'pool_rows',
+           'bench_step', 'burst', 'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory', 'memory_of',
+           'memory_rows', 'guided_rows', 'bench_threads', 'bench', 'plot_ratios', 'plot_threads', 'show_results']
 
 # %% ../nbs/62_bench.ipynb #62bench-002
 import csv, os, platform, re, statistics, subprocess, sys, time
@@ -198,10 +197,6 @@ def run_all(engine: Engine, requests) -> list:
 def decode(engine: Engine, prompts: list[list[int]], new: int) -> list:
     "The same by our engine: the results of plain autoregressive requests, run together."
     return run_all(engine, [ar(p, max_new_tokens=new, ignore_eos=True) for p in prompts])
-
-def step_ms(result) -> float:
-    "Milliseconds per decode step of a result; its prompt is not counted."
-    return 1000 * result.seconds / result.forwards
 
 # %% ../nbs/62_bench.ipynb #62bench-034
 _TEXT = (

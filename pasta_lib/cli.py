@@ -6,7 +6,7 @@
 __all__ = ['app', 'Model', 'Json', 'Device', 'Flag', 'COLOURS', 'say', 'one_line', 'command', 'print_json', 'quietly', 'main',
            'Language', 'count_documents', 'print_findings', 'lint', 'Strategy', 'read_prompt', 'make_request', 'View',
            'tail', 'on_terminal', 'follow', 'topics_of', 'exit_code', 'print_answer', 'write_trace', 'generate',
-           'open_engine', 'check', 'Bench', 'print_rows', 'bench', 'demo']
+           'open_engine', 'check', 'Bench', 'bench', 'demo']
 
 # %% ../nbs/60_cli.ipynb #60cli-002
 import json, re, sys, tempfile
@@ -289,24 +289,18 @@ class Bench(str, Enum):
     step = 'step'
     threads = 'threads'
 
-def print_rows(rows: list[dict], hardware: dict):
-    "Measurements as a table."
-    number = lambda v: '' if v is None else f'{v:.4g}' if isinstance(v, float) else str(v)
-    table = [('what', 'value', 'unit', 'baseline', 'ratio')]
-    table += [tuple(number(r.get(k)) for k in ('name', 'value', 'unit', 'baseline', 'ratio')) for r in rows]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for row in table: print('  '.join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
-    print(', '.join(f'{k}: {v}' for k, v in hardware.items()))
-
-# %% ../nbs/60_cli.ipynb #60cli-047
+# %% ../nbs/60_cli.ipynb #60cli-046
 @command
 def bench(kind: Annotated[Bench, typer.Argument(help='step: one decode step; threads: many threads and large pools.')], model: Model = 'smollm2',
-          quick: Annotated[bool, Flag('--quick', help='Fewer repetitions.')] = False, as_json: Json = False):
+          quick: Annotated[bool, Flag('--quick', help='Fewer repetitions.')] = False, as_json: Json = False,
+          out: Annotated[Path | None, Flag(help='Write the rows to this CSV file too.')] = None,
+          dtype: Annotated[str, Flag(help='Type of the weights.')] = 'bfloat16'):
     "Measure speed against baselines in one run."
-    from pasta_lib.bench import bench as measure
-    with quietly(as_json): found = measure(kind.value, model, quick=quick, report=say)
+    from pasta_lib.bench import bench as measure, format_rows, save_rows
+    with quietly(as_json): found = measure(kind.value, model, quick=quick, report=say, dtype=dtype)
+    if out: save_rows(found, out)
     if as_json: print_json(found)
-    else: print_rows(found['rows'], found['hardware'])
+    else: print(format_rows(found))
     return 130 if found.get('interrupted') else 0
 
 @command

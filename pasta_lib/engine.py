@@ -13,7 +13,7 @@ __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Ha
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import wraps
 from typing import Callable, Iterable, Iterator, Sequence
@@ -430,8 +430,8 @@ class CompiledStep:
     most_rows, least_slots = 64, 128
     def __init__(self, engine: Engine):
         self.engine, self.cuda = engine, engine.device.type == 'cuda'
-        options = dict(mode='reduce-overhead') if self.cuda else dict(options={'freezing': True})
-        self.graph = torch.compile(self._forward, dynamic=False, **options)
+        self.graph = torch.compile(self._forward, dynamic=False, mode='reduce-overhead' if self.cuda else None)
+        self.shapes = set()                      # compiled so far
         for store in engine.pool.keys + engine.pool.values: torch._dynamo.mark_static_address(store)
 
     def fits(self, placed) -> bool: return max(len(p.tokens) for p in placed) <= self.most_rows
@@ -447,11 +447,18 @@ class CompiledStep:
         if first is None: index = long(_rectangle([_numbers(p) for p in placed], count, length))
         else: stores = [[layer[:, :, first:first + length] for layer in store] for store in stores]
         start = time.perf_counter()
-        with using_attention(self.engine.model, NAME):
+        with using_attention(self.engine.model, NAME), self._frozen((count, rows, length, first is None)):
             logits = self.graph(ids, positions, slots[0] - (first or 0), masks, index, *stores)
         self.engine.model_seconds += time.perf_counter() - start
         flat = [n * rows + k for n, p in enumerate(placed) for k in range(len(p.tokens))]
         return logits[long([flat[k] for k in keep])]
+
+    @contextmanager
+    def _frozen(self, shape):
+        "While a new shape is compiled on a CPU: weights are constants, packed for the matrix kernels."
+        from torch._inductor import config
+        with nullcontext() if self.cuda or shape in self.shapes else config.patch(freezing=True): yield
+        self.shapes.add(shape)
 
     def _forward(self, ids, positions, slots, masks, index, keys, values):
         span, count = ((0, keys[0].shape[2]), 1) if index is None else (None, len(index))

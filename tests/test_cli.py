@@ -309,24 +309,26 @@ def test_check_that_fails_is_1(monkeypatch):
     assert r.exit_code == 1 and only_json(r)['passed'] is False
 
 
-def test_bench(monkeypatch):
+def test_bench(monkeypatch, tmp_path):
+    import pasta_lib.bench as module
     asked = []
-    def bench(kind, model, quick=False, report=print):
-        asked.append((kind, model, quick))
+    def bench(kind, model, quick=False, report=print, dtype='bfloat16'):
+        asked.append((kind, model, quick, dtype))
         report('working')
         print('noise') if kind == 'threads' else None
-        return dict(rows=[dict(name='a step', value=0.25, unit='s', baseline=None, ratio=None)], hardware=dict(cores=2))
-    monkeypatch.setitem(sys.modules, 'pasta_lib.bench', types.SimpleNamespace(bench=bench))
-    r = pasta('bench', 'step', '--quick')
-    assert r.exit_code == 0 and 'a step  0.25' in r.stdout and 'cores: 2' in r.stdout and 'working' in r.stderr
-    r = pasta('bench', 'threads', '-m', 'tiny', '--json')
+        return dict(rows=[dict(name='a step', value=0.25, unit='s', baseline=None, ratio=None)], hardware=module.hardware('tiny'))
+    monkeypatch.setattr(module, 'bench', bench)
+    r = pasta('bench', 'step', '--quick', '--out', str(tmp_path / 'rows.csv'))
+    assert r.exit_code == 0 and 'a step' in r.stdout and 'cores' in r.stdout and 'working' in r.stderr
+    assert module.read_rows(tmp_path / 'rows.csv')['rows'][0]['value'] == 0.25
+    r = pasta('bench', 'threads', '-m', 'tiny', '--json', '--dtype', 'float32')
     assert only_json(r)['rows'][0]['value'] == 0.25 and 'noise' in r.stderr
-    assert asked == [('step', 'smollm2', True), ('threads', 'tiny', False)]
+    assert asked == [('step', 'smollm2', True, 'bfloat16'), ('threads', 'tiny', False, 'float32')]
 
 
 def test_an_interrupted_bench_is_130(monkeypatch):
-    bench = lambda *args, **kw: dict(rows=[], hardware={}, interrupted=True)
-    monkeypatch.setitem(sys.modules, 'pasta_lib.bench', types.SimpleNamespace(bench=bench))
+    import pasta_lib.bench as module
+    monkeypatch.setattr(module, 'bench', lambda *args, **kw: dict(rows=[], hardware=module.hardware('tiny'), interrupted=True))
     assert pasta('bench', 'step', '--json').exit_code == 130
 
 
