@@ -259,8 +259,9 @@ def generate(
         request = make_request(name, text, outline, options)
         engine = open_engine(model, dtype, device, slots, compile)
         result = follow(engine, request, topics_of(request), watch=not as_json)
-        if trace: write_trace(result, engine.tokenizer, trace, text[:60])
     print_answer(result, as_json, strategy=name)
+    with quietly(as_json):
+        if trace: write_trace(result, engine.tokenizer, trace, text[:60])
     return exit_code(result)
 
 # %% ../nbs/60_cli.ipynb #60cli-032

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NAME', 'Queries', 'QueryError', 'Cancelled', 'Thread', 'Record', 'Handle', 'Placed', 'place', 'erase', 'Read', 'Step',
-           'pool_attention', 'folds', 'attend', 'register_attention', 'PackedLinears', 'packed_forwards', 'Engine',
-           'bucket', 'CompiledStep', 'uniform', 'Sampling', 'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids',
-           'push', 'leave', 'feed', 'pick', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask',
-           'note', 'answer', 'check_queries', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run',
-           'stream', 'samples', 'replay', 'replay_deviation']
+           'pool_attention', 'folds', 'attend', 'register_attention', 'PackedLinears', 'one_operation',
+           'packed_forwards', 'position_limit', 'Engine', 'bucket', 'CompiledStep', 'uniform', 'Sampling',
+           'OptionError', 'draw', 'Line', 'Decoding', 'eos_ids', 'push', 'leave', 'feed', 'pick', 'teller', 'stopped',
+           'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer', 'check_queries', 'prompt_ids',
+           'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay', 'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, time
@@ -299,11 +299,12 @@ def register_attention():
 
 # %% ../nbs/12_engine.ipynb #12engine-025
 class PackedLinears:
-    "Within the context, a model's bfloat16 `nn.Linear`s on CPU multiply with packed copies of their weights."
+    "Within the context, a model's bfloat16 `nn.Linear`s on CPU multiply with packed copies of their weights; norms are one operation."
     most_rows = 64                           # with more rows than this the ordinary product is as good
     def __init__(self, model):
         self.layers = [m for m in model.modules() if type(m) is torch.nn.Linear and self.works(m)]
         self.versions, self.forwards, self.calls = None, {}, []
+        self.norms = {m: f for m in model.modules() if self.layers and (f := one_operation(m))}
 
     def works(self, layer) -> bool:
         w = layer.weight
@@ -312,12 +313,12 @@ class PackedLinears:
         except (AttributeError, RuntimeError): return False
 
     def __enter__(self):
-        versions = [(m.weight._version, m.weight.data_ptr()) for m in self.layers]
+        versions = [(p._version, p.data_ptr()) for m in self.layers for p in (m.weight, m.bias) if p is not None]
         if versions != self.versions: self.versions, self.forwards = versions, {m: self.watch(m) for m in self.layers}
-        for m, forward in self.forwards.items(): m.__dict__['forward'] = forward
+        for m, forward in (self.forwards | self.norms).items(): m.__dict__['forward'] = forward
 
     def __exit__(self, *error):
-        for m in self.layers: m.__dict__.pop('forward', None)
+        for m in (*self.layers, *self.norms): m.__dict__.pop('forward', None)
         if self.calls: self.forwards, self.calls = self.pack(), []
 
     def watch(self, layer):
@@ -338,6 +339,15 @@ class PackedLinears:
         return {layer: forward for group in groups for layer, forward in zip(group, packed_forwards(group, self.most_rows))}
 
 # %% ../nbs/12_engine.ipynb #12engine-026
+def one_operation(norm) -> Callable | None:
+    "A shorter forward for a root-mean-square norm, if there is one that gives the same bits; else None."
+    weight, eps = getattr(norm, 'weight', None), getattr(norm, 'variance_epsilon', None)
+    if 'RMSNorm' not in type(norm).__name__ or weight is None or eps is None: return None
+    def short(x): return norm.weight * F.rms_norm(x, norm.weight.shape, None, eps)
+    probe = torch.linspace(-3, 3, 8 * weight.numel(), dtype=weight.dtype, device=weight.device).sin().view(1, 8, -1)
+    with torch.no_grad(): return short if torch.equal(norm(probe), short(probe)) else None
+
+# %% ../nbs/12_engine.ipynb #12engine-027
 def packed_forwards(layers: list, most_rows: int) -> list[Callable]:
     "Forwards of linear layers that are called one after the other with the same input: the first multiplies for all."
     weight = torch.cat([m.weight.detach() for m in layers]).contiguous()
@@ -360,6 +370,18 @@ def packed_forwards(layers: list, most_rows: int) -> list[Callable]:
     return [alone] if len(layers) == 1 else [first, *map(later, range(1, len(layers)))]
 
 # %% ../nbs/12_engine.ipynb #12engine-028
+def position_limit(model) -> int | None:
+    """How many positions a request may use, where there is an end: learned positions (GPT-2, OPT) are a table, and some rotary
+    frequencies change for the whole batch once one text is longer than the model's original length."""
+    config = model.config.get_text_config()
+    most, rope = getattr(config, 'max_position_embeddings', None), getattr(config, 'rope_parameters', None) or {}
+    table = any(isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings() and most and most <= m.num_embeddings <= most + 8
+                for m in model.modules())
+    ropes = [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get('rope_type') in ('dynamic', 'longrope')]
+    originals = [r.get('original_max_position_embeddings') or getattr(config, 'original_max_position_embeddings', None) or most for r in ropes]
+    return most if table else min(originals, default=None)
+
+# %% ../nbs/12_engine.ipynb #12engine-030
 class Engine:
     """Runs strategies over one model and one pool. `slots`: size of the pool; `chunk`: most prompt tokens of a request per
     forward; `compile`: one compiled graph per padded shape (faster steps; 30-60 s per shape, once); `pack`: keep a second copy of
@@ -370,6 +392,7 @@ class Engine:
         self.model, self.tokenizer, self.facts = model.eval(), tokenizer, check_supported(model)
         self.chunk, self.share_prefix, self.device = chunk, share_prefix, model.device
         self.windows = sorted({w for w in self.facts.windows if w})
+        self.positions = position_limit(model)
         self.pool = Pool(self.facts.layers, self.facts.kv_heads, self.facts.head_dim, slots, page_size, model.dtype, model.device)
         self.compiled, self.packed = CompiledStep(self) if compile else None, PackedLinears(model) if pack else None
         self.steps, self.seconds, self.model_seconds = 0, 0.0, 0.0
@@ -407,6 +430,7 @@ class Engine:
     def call(self, ids, positions, step, keep):
         "The model itself, with our attention; counts the seconds it takes."
         start = time.perf_counter()
+        if self.model.training: self.model.eval()
         with using_attention(self.model, NAME), self.packed or nullcontext():
             logits = forward(self.model, ids, positions, logits_to_keep=keep, step=step)[0]
         self.model_seconds += time.perf_counter() - start
@@ -421,23 +445,26 @@ class Engine:
         if folds(len(mask), self.device) or self.facts.softcap: mask = mask.repeat(self.facts.groups, 1)
         return mask[None, None].to(self.device)
 
-# %% ../nbs/12_engine.ipynb #12engine-032
+# %% ../nbs/12_engine.ipynb #12engine-034
 def bucket(n: int, least: int = 1) -> int: return max(least, 1 << (n - 1).bit_length())
 
-# %% ../nbs/12_engine.ipynb #12engine-033
+# %% ../nbs/12_engine.ipynb #12engine-035
 class CompiledStep:
     "The engine's step with padded shapes, one compiled graph per (requests, rows each, slots each)."
     most_rows, least_slots = 64, 128
     def __init__(self, engine: Engine):
         self.engine, self.cuda = engine, engine.device.type == 'cuda'
         self.graph = torch.compile(self._forward, dynamic=False, mode='reduce-overhead' if self.cuda else None)
-        self.shapes = set()                      # compiled so far
+        self.shapes, self.weights = set(), None  # shapes compiled so far, and the state of the weights they hold as constants
         for store in engine.pool.keys + engine.pool.values: torch._dynamo.mark_static_address(store)
 
     def fits(self, placed) -> bool: return max(len(p.tokens) for p in placed) <= self.most_rows
 
     def __call__(self, placed, starts, keep):
         pool, long = self.engine.pool, self.engine.long
+        weights = [(p._version, p.data_ptr()) for p in self.engine.model.parameters()]
+        if self.shapes and weights != self.weights: self._forget()
+        self.weights = weights
         count, rows = bucket(len(placed)), bucket(max(len(p.tokens) for p in placed))
         length = bucket(max(_width(p) for p in placed), self.least_slots)
         ids, positions, slots = (long(_rectangle([getattr(p, name) for p in placed], count, rows)).reshape(1, -1)
@@ -452,6 +479,11 @@ class CompiledStep:
         self.engine.model_seconds += time.perf_counter() - start
         flat = [n * rows + k for n, p in enumerate(placed) for k in range(len(p.tokens))]
         return logits[long([flat[k] for k in keep])]
+
+    def _forget(self):
+        "The weights have changed: compile again."
+        torch._dynamo.reset()
+        self.shapes.clear()
 
     @contextmanager
     def _frozen(self, shape):
@@ -480,7 +512,7 @@ class CompiledStep:
         seen[len(placed):] = seen[len(placed) - 1]
         return torch.cat([self.engine.mask(one) for one in seen])
 
-# %% ../nbs/12_engine.ipynb #12engine-034
+# %% ../nbs/12_engine.ipynb #12engine-036
 def _width(p: Placed) -> int: return p.span[1] if p.span else len(p.index)
 def _numbers(p: Placed): return p.index if p.span is None else np.arange(p.span[0], sum(p.span))
 
@@ -489,7 +521,7 @@ def _rectangle(parts, count, width):
     rows = [list(p) + [p[-1]] * (width - len(p)) for p in parts]
     return np.array(rows + [rows[-1]] * (count - len(rows)), np.int64)
 
-# %% ../nbs/12_engine.ipynb #12engine-036
+# %% ../nbs/12_engine.ipynb #12engine-038
 def uniform(seed: int, thread: int, place: int) -> float:
     "A number in [0, 1) that depends on nothing else."
     digest = hashlib.blake2b(f'{seed}/{thread}/{place}'.encode(), digest_size=8).digest()
@@ -504,7 +536,7 @@ class Sampling:
     top_k: int = 0                           # 0 = all
     top_p: float = 1.0
     stop: tuple[str, ...] = ()               # texts that end a thread
-    processors: tuple = ()                   # each: (ids of the thread, logits (V,)) -> logits (V,); HF LogitsProcessors fit
+    processors: tuple = ()                   # each: (ids of the thread, logits (V,)) -> logits (V,); HF LogitsProcessors fit, and see the prompt too
     script: dict | None = None               # thread name -> token ids to say instead of drawing them
     ignore_eos: bool = False
     probabilities: bool = False              # note the probability of every chosen token
@@ -512,14 +544,14 @@ class Sampling:
     def __post_init__(self):
         for name, ok, fix in (('max_new_tokens', self.max_new_tokens >= 1, 'ask for at least 1'),
                               ('max_thread_tokens', self.max_thread_tokens is None or self.max_thread_tokens >= 1, 'ask for at least 1'),
-                              ('temperature', 0 <= self.temperature < math.inf, 'use 0 (greedy) or more'),
+                              ('temperature', self.temperature == 0 or 1e-4 <= self.temperature < math.inf, 'use 0 (greedy), or 0.0001 and more'),
                               ('top_k', self.top_k >= 0, 'use 0 (all) or more'), ('top_p', 0 < self.top_p <= 1, 'use a number in (0, 1]')):
             if not ok: raise OptionError(f'{name}={getattr(self, name)}', fix=fix)
 
 class OptionError(PastaError):
     "An option that makes no sense."
 
-# %% ../nbs/12_engine.ipynb #12engine-037
+# %% ../nbs/12_engine.ipynb #12engine-039
 def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     "The token that the uniform number `u` picks from `logits` (V,) after temperature, top-k and top-p."
     if s.temperature == 0: return int(logits.float().argmax())
@@ -532,7 +564,7 @@ def draw(logits: torch.Tensor, s: Sampling, u: float) -> int:
     edges = p.cumsum(0)
     return min(int(torch.searchsorted(edges, u * edges[-1], right=True)), int(p.nonzero()[-1]))
 
-# %% ../nbs/12_engine.ipynb #12engine-040
+# %% ../nbs/12_engine.ipynb #12engine-042
 @dataclass(eq=False)
 class Line:
     "A thread while it is being decoded."
@@ -552,7 +584,7 @@ class Line:
     @property
     def done(self) -> bool: return self.info.finish_reason is not None
 
-# %% ../nbs/12_engine.ipynb #12engine-041
+# %% ../nbs/12_engine.ipynb #12engine-043
 class Decoding(Handle):
     "What a strategy holds: its request's handle, prompt, sampling, and the threads it has opened."
     def __init__(self, engine: Engine, request, ids: list[int], listen: Callable | None = None):
@@ -562,6 +594,7 @@ class Decoding(Handle):
         self.sampling, self.listen = request.sampling, listen
         self.lines: list[Line] = []
         self.total, self.counts = 0, {}              # sampled tokens; the strategy's own counters
+        self.reads_prompt = False                    # are the queries under way the whole prompt, in order?
         self.plain: Callable | None = None           # tagged text -> text, and
         self.tagged: Callable | None = None          # () -> tagged text: where tags are not whole tokens
         self.eos = set() if self.sampling.ignore_eos else eos_ids(engine.model, engine.tokenizer)
@@ -578,6 +611,8 @@ class Decoding(Handle):
 
     def prompt(self, line: Line) -> Queries:
         "The prompt as queries; its beginning is shared where another request has already written it."
+        if self.pages.used: raise QueryError('the prompt comes after other tokens', fix='yield h.prompt(line) first')
+        self.reads_prompt = self.table.causal[line.segment]
         shared = self.engine.pool.prefix(self.ids) if self.engine.share_prefix else []
         self.pages.adopt(shared, line.segment)
         _widen(self)
@@ -587,14 +622,14 @@ class Decoding(Handle):
         notes = [(line.number, 'prompt', math.nan, False)] * (len(self.ids) - n)
         return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes)
 
-# %% ../nbs/12_engine.ipynb #12engine-042
+# %% ../nbs/12_engine.ipynb #12engine-044
 def eos_ids(model, tokenizer=None) -> set[int]:
     "The tokens that end an answer, as the model's generation settings and its tokenizer say."
     said = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
     said = list(said) if isinstance(said, (list, tuple)) else [said]
     return {int(i) for i in said + [getattr(tokenizer, 'eos_token_id', None)] if i is not None}
 
-# %% ../nbs/12_engine.ipynb #12engine-044
+# %% ../nbs/12_engine.ipynb #12engine-046
 def push(line: Line, tokens: int | Iterable[int], kind: str = 'forced', prob: float = math.nan, control: bool = False):
     "The line's next tokens, to be fed in the next forward."
     for t in [tokens] if isinstance(tokens, int) else tokens:
@@ -617,7 +652,7 @@ def feed(lines: Iterable[Line], silent: Iterable[Line] = ()) -> Queries:
     tokens, positions, segments, notes = zip(*rows)
     return Queries(tokens, positions, segments, want, notes=list(notes))
 
-# %% ../nbs/12_engine.ipynb #12engine-045
+# %% ../nbs/12_engine.ipynb #12engine-047
 def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int | None]:
     """Each line's next token from its row of logits (lines, V); None once the request has had its `max_new_tokens`.
     Sets a line's `finish_reason` where the token ends it: eos, stop or length."""
@@ -634,20 +669,27 @@ def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int |
         elif h.total >= h.sampling.max_new_tokens or line.sampled == line.limit: line.info.finish_reason = 'length'
     return tokens
 
-# %% ../nbs/12_engine.ipynb #12engine-046
+# %% ../nbs/12_engine.ipynb #12engine-048
 def _choose(h: Decoding, lines, logits) -> list[int]:
     "Scripted tokens where there is a script; else drawn, each from its own number."
     s = h.sampling
     script = [(s.script or {}).get(line.info.name, ())[line.sampled:line.sampled + 1] for line in lines]
-    if s.temperature == 0 and not s.processors and not any(script): return logits.float().argmax(-1).tolist()
-    return [int(words[0]) if len(words) else draw(_processed(s, line, row), s, uniform(h.request.seed, line.number, line.sampled))
+    if s.temperature == 0 and not s.processors and not any(script): return _finite(logits).float().argmax(-1).tolist()
+    return [int(words[0]) if len(words) else draw(_finite(_processed(h, line, row)), s, uniform(h.request.seed, line.number, line.sampled))
             for line, row, words in zip(lines, logits, script)]
 
-def _processed(s: Sampling, line: Line, row):
-    for p in s.processors:
-        if hasattr(p, 'continuous') or type(p).__module__.startswith('transformers'): row = p(torch.tensor([line.ids]), row[None].float())[0]
+def _processed(h: Decoding, line: Line, row):
+    row = row.clone() if h.sampling.processors else row
+    for p in h.sampling.processors:
+        if type(p).__module__.startswith('transformers'): row = p(torch.tensor([h.ids + line.ids]), row[None].float())[0]
         else: row = p(line.ids, row)
     return row
+
+def _finite(logits):
+    "The same logits, or QueryError where nothing can be chosen from them."
+    best = logits.max(-1).values if logits.ndim > 1 else logits.max()
+    if not bool(torch.isfinite(best).all()): raise QueryError('no token can be chosen: logits are NaN, or all of them -inf', fix='look at the processors and the weights')
+    return logits
 
 def teller(h: Decoding, line: Line) -> Callable:
     "A function that turns the line's tokens into text and passes it on to whoever listens."
@@ -676,7 +718,7 @@ class Chunk:
     text: str
     step: int                                # decode step
 
-# %% ../nbs/12_engine.ipynb #12engine-048
+# %% ../nbs/12_engine.ipynb #12engine-050
 @dataclass(eq=False)
 class Request:
     "One thing to decode: a strategy, a prompt (text, chat messages or token ids), options."
@@ -706,7 +748,7 @@ def strategy(fn):
     request.generator = fn
     return request
 
-# %% ../nbs/12_engine.ipynb #12engine-049
+# %% ../nbs/12_engine.ipynb #12engine-051
 @strategy
 def ar(h):
     "Autoregressive decoding: one token after the other."
@@ -718,7 +760,7 @@ def ar(h):
         if main.done: return
         logits = yield feed([main])
 
-# %% ../nbs/12_engine.ipynb #12engine-051
+# %% ../nbs/12_engine.ipynb #12engine-053
 class Job:
     "A request on its way: its generator, what it asks now, and how much of that is answered."
     def __init__(self, engine: Engine, request: Request, number: int, listen=None, keep_logits=False):
@@ -727,6 +769,7 @@ class Job:
         self.listen, self.ids, self.answered, self.parts, self.pending, self.refused = listen, [], 0, [], False, 0
         try: self.ids = prompt_ids(engine, request)
         except PastaError as e: self.fail(e)
+        except Exception as e: self.fail(QueryError(f'the prompt can not be read: {e}', fix='give text that the tokenizer knows'))
 
     def start(self):
         self.h = Decoding(self.engine, self.request, self.ids, self.listen)
@@ -739,7 +782,7 @@ class Job:
         "Run the generator to its next question, or to its end."
         try:
             self.queries, self.answered, self.parts, self.pending = advance(), 0, [], False
-            check_queries(self.queries, self.engine.facts.vocab)
+            check_queries(self.queries, self.engine.facts.vocab, self.engine.positions)
             self.pending = True                  # chosen, but not yet in the record
         except StopIteration: self.end()
         except Exception as e: self.fail(e)
@@ -757,7 +800,7 @@ class Job:
 
     def end(self): self.done = True
 
-# %% ../nbs/12_engine.ipynb #12engine-052
+# %% ../nbs/12_engine.ipynb #12engine-054
 def ask(job: Job) -> Placed | None:
     "Place the job's next queries (a chunk of a long prompt); None if its request could not go on."
     q, h = job.queries, job.h
@@ -799,11 +842,12 @@ def answer(job: Job, logits: torch.Tensor):
     job.answered += len(q.tokens)
     job.parts.append(logits)
     if job.answered < len(job.queries.tokens): return
-    if q.prefill and job.engine.share_prefix and h.pages.used >= len(job.ids): job.engine.pool.register(job.ids, h.pages)
+    if q.prefill and job.engine.share_prefix and h.reads_prompt: job.engine.pool.register(job.ids, h.pages)
+    h.reads_prompt = False
     job.go(lambda: job.generator.send(torch.cat(job.parts) if len(job.parts) > 1 else job.parts[0]))
 
-# %% ../nbs/12_engine.ipynb #12engine-053
-def check_queries(q: Queries, vocab: int):
+# %% ../nbs/12_engine.ipynb #12engine-055
+def check_queries(q: Queries, vocab: int, positions: int | None = None):
     "Raise QueryError for what a model can't be asked."
     def need(ok, what, fix=None):
         if not ok: raise QueryError(what, fix=fix)
@@ -815,6 +859,7 @@ def check_queries(q: Queries, vocab: int):
         need(len(values) == n, f'{n} tokens but {len(values)} {name}s', 'give one each')
         need(whole(values), f'a {name} that is not a whole number from 0 on', f'{name}s are ints')
     need(whole(q.tokens) and max(q.tokens) < vocab, f'a token outside the vocabulary of {vocab}', 'use ids of this model')
+    need(positions is None or max(q.positions) < positions, f'position {max(q.positions)} of a model that has {positions}', 'keep requests shorter')
     need(q.notes is None or len(q.notes) == n and all(len(note) == 4 for note in q.notes), 'notes that do not fit the tokens', 'four values each')
     need(whole(q.wanted()) and max(q.wanted(), default=0) < n, 'logits wanted of a row that is not there', f'rows 0-{n - 1}')
     need(q.keep or q.slots is None, 'rewritten slots can not be scratch', 'keep=True, or slots=None')
@@ -832,7 +877,7 @@ def prompt_ids(engine: Engine, request: Request) -> list[int]:
     if len(ids) > engine.pool.slots: raise PoolFull(f'a prompt of {len(ids)} tokens', f'pool of {engine.pool.slots} slots', 'make the pool larger: Engine(slots=…)')
     return ids
 
-# %% ../nbs/12_engine.ipynb #12engine-054
+# %% ../nbs/12_engine.ipynb #12engine-056
 class Driver:
     "Runs requests together: admission, one merged forward per turn, results as they finish."
     def __init__(self, engine: Engine, requests: Sequence[Request], listen=None, keep_logits=False):
@@ -890,12 +935,12 @@ class Driver:
     def finished(self):
         done = [job for job in self.running if job.done]
         self.running = [job for job in self.running if not job.done]
-        results = [make_result(job) for job in done]
-        for job in done:
-            if job.h: job.h.pages.release()
-        return results
+        try: return [make_result(job) for job in done]
+        finally:
+            for job in done:
+                if job.h: job.h.pages.release()
 
-# %% ../nbs/12_engine.ipynb #12engine-056
+# %% ../nbs/12_engine.ipynb #12engine-058
 @dataclass
 class Result:
     "What became of one request."
@@ -926,7 +971,7 @@ class Result:
         plain = lambda v: [asdict(x) if is_dataclass(x) else x for x in v] if isinstance(v, list) else v
         return {**out, **{k: plain(v) for k, v in self.counts.items()}, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
-# %% ../nbs/12_engine.ipynb #12engine-057
+# %% ../nbs/12_engine.ipynb #12engine-059
 def make_result(job: Job) -> Result:
     "Assemble a request's result; tokens that were chosen but never fed are kept, with slot -1."
     h, r = job.h, job.request
@@ -964,7 +1009,7 @@ def written(record: Record, tokenizer, tags: bool = False, eos: Iterable[int] = 
         out, before = out + (text[:-trim] if trim else text), (before + ids)[-4:]
     return out
 
-# %% ../nbs/12_engine.ipynb #12engine-058
+# %% ../nbs/12_engine.ipynb #12engine-060
 def run(engine: Engine, requests: Request | Sequence[Request], listen: Callable | None = None, keep_logits: bool = False) -> list[Result]:
     """Decode requests together; results in the order of the requests. `listen` is called with every `Chunk` of text;
     `keep_logits` keeps the logits that the runtime saw (`record.logits`), for `replay`. Ctrl-C ends all with what they have."""
@@ -983,7 +1028,7 @@ def samples(request: Request, n: int) -> list[Request]:
 
 Engine.run, Engine.stream = run, stream
 
-# %% ../nbs/12_engine.ipynb #12engine-063
+# %% ../nbs/12_engine.ipynb #12engine-065
 def replay(record: Record) -> tuple[Layout, list[int]]:
     "The record as one training row (tokens in the order they entered the pool), and the record index of each token."
     kept = [i for i, slot in enumerate(record.slot) if slot >= 0]

@@ -54,7 +54,10 @@ def may_read(whole: Tensor, ordered: Tensor, p: Tensor, r: Tensor, window: int |
     """May a token at position p read one at position r? Tensors that broadcast; `whole` and `ordered` are looked up for
     their two segments. Inside a causal segment the position decides, not the order of writing."""
     seen = whole | (ordered & (r <= p))
-    return seen if window is None else seen & (r > p - window) & (r < p + window)
+    if window is None: return seen
+    if window < 1: raise MaskError(f'a window of {window} positions', fix='a token reads at least itself: use 1 or more')
+    window = min(window, 1 << 30)                       # positions may be 32-bit
+    return seen & (r > p - window) & (r < p + window)
 
 # %% ../nbs/03_masks.ipynb #03masks-012
 def _pairs(at: Lookup, b: int, q: Tensor, k: Tensor, window: int | None) -> Tensor:

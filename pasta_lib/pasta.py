@@ -260,8 +260,9 @@ class OutlineError(PastaError):
 
 def read_outline(source: str | Path | Sequence) -> list[Stage]:
     "An outline's stages, from its text, a file's path, or a list of topics (joined at the end)."
-    if isinstance(source, Path): source = source.read_text(encoding='utf-8')
+    if isinstance(source, Path): source = source.read_text(encoding='utf-8-sig')
     if not isinstance(source, str): source = '\n'.join(f'- {topic}' for topic in source) + '\n---'
+    source = source.removeprefix('\ufeff')
     stages = [Stage()]
     for number, line in enumerate(map(str.strip, source.splitlines()), 1):
         if not line: continue
@@ -277,6 +278,7 @@ def _point(line: str, number: int) -> Point:
     found = re.fullmatch(r'(.*?)\s*(?:\((\d+)\))?', line)
     topic, tokens = found[1], int(found[2]) if found[2] else None
     if not topic: raise OutlineError('a point without a topic', f'line {number}', 'write "- topic"')
+    if tokens is not None and tokens > 10_000: raise OutlineError(f'a point of length {tokens}', f'line {number}', 'at most 10000')
     if tokens == 0: raise OutlineError('a point of length 0', f'line {number}', 'leave the number out or make it positive')
     return Point(topic, tokens)
 
@@ -287,6 +289,10 @@ def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{top
     """Decode along an outline, its points at once or in turn. `heading` opens each point; `point_tokens` bounds it, and is
     the room that main leaves for it where the outline gives no length. After a last join main goes on by itself: to the end
     of the line that the outline began ("In short,"), or freely, and for at most `closing_tokens`."""
+    for name, n in (('point_tokens', point_tokens), ('closing_tokens', closing_tokens or 1)):
+        if n < 1 or closing_tokens == 0: raise OutlineError(f'{name}={n if closing_tokens != 0 else 0}', fix='at least 1')
+    if not heading.strip(): raise OutlineError('an empty heading', fix="for instance '- **{topic}**:'")
+    point_tokens = min(point_tokens, h.sampling.max_thread_tokens or point_tokens)
     stages, main, rest = read_outline(outline), h.line('main', stop=('\n',)), []
     yield h.prompt(main)
     write = lambda text: h.tokenizer.encode(text, add_special_tokens=False)
