@@ -107,9 +107,9 @@ def lint(file: Annotated[str, typer.Argument(metavar='FILE|-', help='Text or JSO
     from pasta_lib.tags import lint_documents
     with tempfile.TemporaryDirectory() as folder:
         path = Path(file)
-        if file == '-':
+        if file == '-' or path.exists() and not path.is_file():          # a pipe can be read only once
             path = Path(folder) / 'stdin'
-            path.write_bytes(sys.stdin.buffer.read())
+            path.write_bytes(sys.stdin.buffer.read() if file == '-' else Path(file).read_bytes())
         documents, errors = count_documents(path), lint_documents(path, lang.value, field)
     if as_json: print_json(dict(documents=documents, errors=errors))
     else: print_findings(documents, errors, file)

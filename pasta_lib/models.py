@@ -10,7 +10,7 @@ __all__ = ['SPECIALS', 'TEMPLATE', 'SMOLLM2', 'PACKAGE', 'KINDS', 'byte_tokenize
            'StreamDecoder', 'step_bytes', 'key_value_bytes', 'plot_step_bytes']
 
 # %% ../nbs/10_models.ipynb #10models-002
-import codecs, inspect, io, json, os, re, subprocess, sys, tempfile, threading, zipfile
+import codecs, inspect, io, json, os, re, shutil, subprocess, sys, tempfile, threading, zipfile
 from urllib.request import Request, urlopen
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -160,7 +160,8 @@ def _from_pretrained(source: str, dtype, **kw):
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kw)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as e:
+    except PastaError: raise
+    except Exception as e:                       # a broken file can fail in many ways
         raise PastaError(f"can't open the model {source!r}", (str(e).strip() or type(e).__name__).splitlines()[0],
                          "name 'tiny', 'smollm2', a folder that holds a model, or a causal model of the hub") from e
     model.pasta = read_settings(source)
@@ -179,6 +180,7 @@ def smollm2_folder(quiet: bool = False) -> Path:
         part = Path(work.name) / 'model'
         if hub_answers(): _smollm2_from_hub(part)
         else: _smollm2_from_package(part)
+        if not (folder / 'config.json').is_file(): shutil.rmtree(folder, ignore_errors=True)      # half a folder
         if not folder.exists(): os.rename(part, folder)
         _say(f'kept in {folder} ({_megabytes(folder):.0f} MB); later runs are offline')
     return folder

@@ -364,11 +364,12 @@ def something(h: Decoding, lines, logits, begun: int = 0):
 
 def enders(h: Decoding) -> list[int]:
     "Tokens that say nothing or would end a line: blanks, line breaks, control tokens, eos (found once per tokenizer)."
-    found = getattr(h.tokenizer, '_pasta_enders', None)
-    if found is None:
+    key, (made, found) = (len(h.tokenizer), frozenset(h.eos)), getattr(h.tokenizer, '_pasta_enders', (None, None))
+    if made != key:
         words = h.tokenizer.batch_decode([[i] for i in range(len(h.tokenizer))], skip_special_tokens=False)
         control = set(h.tokenizer.all_special_ids) | h.eos
-        found = h.tokenizer._pasta_enders = [i for i, w in enumerate(words) if not w.strip() or w.lstrip(' ').startswith(('\n', '\r')) or i in control]
+        found = [i for i, w in enumerate(words) if not w.strip() or w.lstrip(' ').startswith(('\n', '\r')) or i in control]
+        h.tokenizer._pasta_enders = key, found
     return [i for i in found if i < h.engine.facts.vocab]
 
 def goes_on(h: Decoding, line: Line, token: int | None):

@@ -184,7 +184,7 @@ def unescape_topic(text: str) -> str:
 ATTRIBUTES = re.compile(r'(?:\s*\w+\s*=\s*"[^"]*")*\s*')
 ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 TOKENS = re.compile(r'''\btokens\s*=\s*(?:"([^"]*)"?|'([^']*)'?|([^\s"']*))''')
-TOPIC = re.compile(r'''\btopic\s*=\s*["']?(.*?)["']?\s*''', re.DOTALL)
+TOPIC = re.compile(r'''\btopic\s*=\s*["']?''')
 CLEAN = re.compile(r'<promise topic="[^"\n]*" tokens="[1-9][0-9]*"/>')
 
 def split_attributes(raw: str) -> tuple[str | None, str | None]:
@@ -195,9 +195,11 @@ def split_attributes(raw: str) -> tuple[str | None, str | None]:
         return found.get('topic'), found.get('tokens')
     *_, tokens = [None, *TOKENS.finditer(body)]
     if tokens: body = body[:tokens.start()] + body[tokens.end():]
-    topic = TOPIC.search(body.strip() + ' ')
-    topic = topic and TOPIC.fullmatch(body.strip(), topic.start())
-    return topic and topic[1], tokens and (tokens[1] or tokens[2] or tokens[3] or '')
+    body = body.strip()
+    topic = TOPIC.search(body)
+    topic = topic and body[topic.end():]
+    if topic and topic[-1] in '"\'': topic = topic[:-1]
+    return topic, tokens and (tokens[1] or tokens[2] or tokens[3] or '')
 
 # %% ../nbs/01_tags.ipynb #01tags-018
 def read_tokens(text: str | None) -> tuple[int, str | None]:
@@ -960,7 +962,8 @@ CHATS, SPEAKERS = ('conversations', 'messages'), ('gpt', 'assistant', 'model')
 def row_texts(row: dict, field: str | None = None) -> list[str]:
     "The annotated texts of a JSON row."
     if field: return [row[field]] if isinstance(row.get(field), str) else []
-    turns = [turn for name in CHATS for turn in row.get(name) or () if isinstance(turn, dict)]
+    chats = [row[name] for name in CHATS if isinstance(row.get(name), list)]
+    turns = [turn for chat in chats for turn in chat if isinstance(turn, dict)]
     said = [turn.get('value', turn.get('content')) for turn in turns if turn.get('from', turn.get('role')) in SPEAKERS]
     return [text for text in [row.get(name) for name in FIELDS] + said if isinstance(text, str)]
 
