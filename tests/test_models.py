@@ -267,7 +267,7 @@ def test_tiny_is_deterministic_and_leaves_the_generator_alone():
     assert not torch.equal(a.lm_head.weight, tiny_model(seed=4)[0].lm_head.weight)
     start = time.perf_counter()
     tiny_model()
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 def test_tiny_options():
@@ -322,7 +322,7 @@ def test_load_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(models, 'hub_answers', lambda seconds=4: False)
     start = time.perf_counter()
     with pytest.raises(PastaError, match='hub does not answer'): load('nobody/nothing')
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 15
     with pytest.raises(PastaError, match='dtype'): load('tiny', dtype='float23')
     with pytest.raises(PastaError, match="can't open"): load(tmp_path)
     monkeypatch.setattr(models, 'hub_answers', lambda seconds=4: True)
@@ -428,7 +428,7 @@ def test_hub_answers(monkeypatch):
         deaf.bind(('127.0.0.1', 0)); deaf.listen()
         monkeypatch.setattr(constants, 'ENDPOINT', f'http://127.0.0.1:{deaf.getsockname()[1]}')
         start = time.perf_counter()
-        assert not hub_answers(0.3) and time.perf_counter() - start < 2
+        assert not hub_answers(0.3) and time.perf_counter() - start < 10
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     assert not hub_answers()
 
