@@ -167,7 +167,7 @@ def test_edges(name, prompt, options):
 
 
 def test_worked_example():
-    "P1 A1 P2 A2 sync: the labels of the seed's third change."
+    "P1 A1 P2 A2 sync: the labels of the thesis's third change."
     pieces = [promise(1), block(10, 11, 12), promise(2), block(20, 21), sync(3), text(4)]
     layout = pasta_layout([8, 9], pieces, eos_id=7)
     assert layout.ids.tolist() == [8, 9, 1, 10, 11, 12, 2, 20, 21, 3, 4]
