@@ -12,10 +12,12 @@
 #   TORCH_INDEX=URL     take torch from this index: on Linux without a GPU, PyTorch's CPU wheel index saves several GB;
 #                       give it on the first call, before .venv exists
 #   ARGS="-k masks -x"  given to pytest instead of the coverage report
+#   WORKERS=2           processes that the tests are spread over; each takes up to 3 GB
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= 2
 COVERAGE ?= --cov=pasta_lib --cov-report=term --cov-fail-under=90
 
 py := $(VENV)/bin/python
@@ -57,7 +59,7 @@ demo: env-demo
 	@$(VENV)/bin/pasta demo
 
 test: env
-	$(py) -m pytest $(if $(ARGS),$(ARGS),$(COVERAGE))
+	$(py) -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --dist loadfile $(COVERAGE))
 
 docs: env
 	$(py) tools/docs.py

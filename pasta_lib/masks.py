@@ -39,7 +39,8 @@ class Lookup:
     def of(cls, layout: Layout | Sequence[Layout], device=None) -> 'Lookup':
         "Look-up tensors of a layout, or of several of one length; `MaskError` otherwise."
         rows = _rows(layout)
-        if len({len(row) for row in rows}) != 1:
+        if not rows: raise MaskError('a batch without rows', fix='give at least one layout')
+        if len({len(row) for row in rows}) > 1:
             raise MaskError('a batch needs rows of one length', str([len(r) for r in rows]), 'pack them to a length')
         size = max(len(row.table) for row in rows)
         whole, ordered = np.zeros((2, len(rows), size, size), dtype=bool)
@@ -98,6 +99,8 @@ def block_mask(layout: Layout | Sequence[Layout], block_size: int = 128, window:
     "BlockMask of a layout or of B layouts, from strips of `block_size` × N: no tensor of N × N is ever made."
     at = Lookup.of(layout, device)
     rows, n = at.segment.shape
+    if block_size < 1: raise MaskError(f'blocks of {block_size} tokens', fix='use block_size=128, or another power of two')
+    if n == 0: raise MaskError('a block mask of no tokens', fix='pack at least one document that has some')
     blocks, keys = -(-n // block_size), torch.arange(n, device=device)
     some = torch.zeros(rows, blocks, blocks, dtype=bool, device=device)
     every = some.clone()

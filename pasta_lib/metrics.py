@@ -5,12 +5,17 @@
 # %% auto #0
 __all__ = ['MetricError', 'Words', 'toy_record', 'Link', 'Leg', 'CriticalPath', 'critical_path', 'thread_colours',
            'draw_critical_path', 'noncontrol_tokens', 'theoretical_speedup', 'parallelism', 'realised_speedup',
-           'WaitingProfile', 'written_steps', 'waiting_profile', 'geometric_mean', 'arithmetic_mean', 'summary_table']
+           'WaitingProfile', 'written_steps', 'waiting_profile', 'geometric_mean', 'arithmetic_mean', 'summary_table',
+           'Estimate', 'interval', 'win_rate', 'win_rate_difference', 'fit_logistic', 'length_controlled_win_rate',
+           'draw_length_control', 'weighted_wins', 'loops', 'looping_share']
 
 # %% ../nbs/44_metrics.ipynb #44metrics-002
 import math, re
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
+
+import numpy as np
 
 from .core import PastaError
 
@@ -170,7 +175,7 @@ def _set(self, i: int, pred: int) -> bool:
     r, forks = self.r, self.joins.get(i, [])
     ends = [self.last(f) for f in forks]
     if None in map(self.at, [pred, *ends]): return False
-    if r.kind[i] == 'prompt' or r.step[i] == 0: self.time[i] = 0
+    if r.kind[i] == 'prompt' or r.step[i] == 0: self.time[i], self.cause[i] = self.at(pred), pred      # no decode step
     else:
         sampled = r.kind[i] == 'sampled'
         main = self.at(pred) + 1 if sampled else max(1, self.at(pred))
@@ -398,3 +403,124 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> str:
         return '  '.join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]).rstrip()
     rule = '-' * (sum(widths) + 2 * (len(widths) - 1))
     return '\n'.join([line(columns), rule, *map(line, body), rule, *map(line, means)])
+
+# %% ../nbs/44_metrics.ipynb #44metrics-101
+@dataclass(frozen=True)
+class Estimate:
+    "A measured value and the ends of its interval."
+    value: float
+    low: float
+    high: float
+    def __str__(self) -> str: return f'{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]'
+
+def interval(statistic: Callable, *columns: Sequence, draws: int = 1000, seed: int = 0, level: float = .95) -> Estimate:
+    """`statistic(*columns)` and its bootstrap interval: rows drawn with replacement, the same rows of every column.
+
+    Same seed, same interval. `MetricError` if there are no rows, or columns differ in length."""
+    columns = [np.asarray(c, dtype=float) for c in columns]
+    lengths, n = [len(c) for c in columns], len(columns[0])
+    if set(lengths) != {n} or not n: raise MetricError('an interval needs rows, as many in each column', f'{lengths}')
+    rows = np.random.default_rng(seed).integers(n, size=(draws, n))
+    low, high = np.quantile([statistic(*(c[at] for c in columns)) for at in rows], [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(statistic(*columns)), float(low), float(high))
+
+# %% ../nbs/44_metrics.ipynb #44metrics-102
+def _preferences(values: Iterable[float]) -> np.ndarray:
+    "Preferences as an array, or a `MetricError`: none, or one outside 0..1."
+    p = np.asarray(list(values), dtype=float)
+    if not len(p): raise MetricError('a win rate of no preferences', fix='give at least one')
+    bad = ~((p >= 0) & (p <= 1))
+    if not bad.any(): return p
+    raise MetricError(f'preference {p[bad][0]:g}', f'row {bad.argmax()}', 'a win is 1, a loss 0, a tie 0.5')
+
+def win_rate(preferences: Iterable[float]) -> float:
+    "Percent: 100 × the mean preference, from 0 (loss) over 0.5 (tie) to 1 (win). `MetricError` if none or outside."
+    return float(100 * _preferences(preferences).mean())
+
+def win_rate_difference(preferences: Iterable[float], others: Iterable[float]) -> float:
+    "Percentage points by which the first system's win rate is above the second's, on the same prompts."
+    return win_rate(preferences) - win_rate(others)
+
+# %% ../nbs/44_metrics.ipynb #44metrics-105
+def _sigmoid(z): return .5 * (1 + np.tanh(.5 * np.asarray(z)))
+
+def fit_logistic(x: np.ndarray, y: np.ndarray, ridge: float = 1e-6) -> np.ndarray:
+    "Weights (k,) of y ≈ σ(x·w), for x (n, k) and y (n,) in 0..1: Newton steps, halved while they lead uphill."
+    def loss(w): return (np.logaddexp(0, x @ w) - y * (x @ w)).mean() + ridge / 2 * w @ w
+    w = np.zeros(x.shape[1])
+    for _ in range(100):
+        p = _sigmoid(x @ w)
+        slope = x.T @ (p - y) / len(y) + ridge * w
+        if abs(slope).max() < 1e-11: break
+        step = np.linalg.solve((x.T * (p * (1 - p))) @ x / len(y) + ridge * np.eye(len(w)), slope)
+        size = next((s for s in .5 ** np.arange(20) if loss(w - s * step) <= loss(w)), 0)
+        if not size: break
+        w = w - size * step
+    return w
+
+# %% ../nbs/44_metrics.ipynb #44metrics-106
+def _length_term(lengths_model, lengths_reference) -> np.ndarray:
+    "tanh(Δ/σ) per row; 0 where all differences are the same, since nothing can be learned from them."
+    delta = np.asarray(lengths_model, dtype=float) - np.asarray(lengths_reference, dtype=float)
+    spread = delta.std()
+    return np.tanh(delta / spread) if spread > 1e-9 * abs(delta).max() else np.zeros(len(delta))
+
+def length_controlled_win_rate(preferences: Iterable[float], lengths_model: Sequence[float],
+                               lengths_reference: Sequence[float], difficulty: Sequence[float] | None = None) -> float:
+    """Percent: the win rate that a logistic model expects at equal lengths. `difficulty`: one more column of the model.
+
+    Always finite: a small ridge bounds the weights when one side wins everything. Source: Dubois et al."""
+    p, length = _preferences(preferences), _length_term(lengths_model, lengths_reference)
+    kept = np.stack([np.ones(len(p))] + ([] if difficulty is None else [np.asarray(difficulty, dtype=float)]), 1)
+    if len(length) != len(p): raise MetricError(f'{len(length)} lengths for {len(p)} preferences')
+    weights = fit_logistic(np.column_stack([kept, length]), p)
+    return float(100 * _sigmoid(kept @ weights[:-1]).mean())
+
+# %% ../nbs/44_metrics.ipynb #44metrics-107
+def draw_length_control(preferences, lengths_model, lengths_reference, ax=None):
+    "Preference against difference in length: means of ten bins, the fitted curve, both win rates. Returns the axes."
+    import matplotlib.pyplot as plt
+    ax = ax or plt.subplots(figsize=(8, 3.2), layout='constrained')[1]
+    p, delta = _preferences(preferences), np.subtract(lengths_model, lengths_reference, dtype=float)
+    term, order = _length_term(lengths_model, lengths_reference), np.argsort(delta)
+    weights = fit_logistic(np.column_stack([np.ones(len(p)), term]), p)
+    bins = np.array_split(order, min(10, len(p)))
+    ax.plot(delta[order], 100 * _sigmoid(weights[0] + weights[1] * term[order]), color='#4878a8', lw=2, label='fitted')
+    means = np.array([(delta[b].mean(), 100 * p[b].mean()) for b in bins])
+    ax.scatter(*means.T, color='.45', label='a tenth of the rows')
+    ax.axhline(win_rate(p), color='.6', ls=':', label='win rate')
+    ax.axvline(0, color='.85', zorder=0)
+    ax.plot(0, 100 * _sigmoid(weights[0]), 'D', color='#c0504d', ms=9, label='length-controlled')
+    ax.set(xlabel='our answer is longer by', ylabel='preference, %'); ax.legend(frameon=False)
+    ax.spines[['top', 'right']].set_visible(False)
+    return ax
+
+# %% ../nbs/44_metrics.ipynb #44metrics-110
+def weighted_wins(judgements: Iterable) -> float:
+    """(wins + ½) / (losses + ½), weighted by confidence: above 1 is good, 1 if nothing was decided.
+
+    Each judgement is a number, or becomes one by `float`: its sign says who won, its size how sure the judge was."""
+    signed = [float(j) for j in judgements]
+    if not all(map(math.isfinite, signed)): raise MetricError('a judgement that is not a finite number')
+    return (math.fsum(s for s in signed if s > 0) + .5) / (math.fsum(-s for s in signed if s < 0) + .5)
+
+# %% ../nbs/44_metrics.ipynb #44metrics-113
+def _in_a_row(words: list[str], times: int, least: int = 12, longest: int = 32) -> bool:
+    "Do up to `longest` words stand `times` times in a row, making up `least` words or more?"
+    for period in range(1, min(longest, len(words) // times) + 1):
+        run, enough = 0, max(times * period, least) - period
+        for now, before in zip(words[period:], words):
+            run = run + 1 if now == before else 0
+            if run >= enough: return True
+    return False
+
+def loops(text: str, times: int = 4) -> bool:
+    "Does the text repeat itself: words `times` times in a row (12 words at least), or a sentence of 4 words or more?"
+    sentences = [' '.join(re.findall(r'[^\W\d_]+', s)) for s in re.split(r'[.!?]\s|\n', text.lower())]
+    counts = Counter(s for s in sentences if s.count(' ') >= 3)
+    return max(counts.values(), default=0) >= times or _in_a_row(re.findall(r'\w+', text.lower()), times)
+
+def looping_share(texts: Iterable[str]) -> float:
+    "Share of the texts that repeat themselves, 0 to 1; 0 for no texts."
+    looping = [loops(text) for text in texts]
+    return sum(looping) / max(1, len(looping))

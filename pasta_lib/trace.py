@@ -18,7 +18,7 @@ from .metrics import critical_path, noncontrol_tokens, parallelism, thread_colou
 
 # %% ../nbs/15_trace.ipynb #15trace-004
 class TraceError(PastaError):
-    "A trace that can't be read: not ours, of another version, or with columns of unequal length."
+    "A trace that can't be read: not ours, of another version, or damaged (the message names the field)."
 
 # %% ../nbs/15_trace.ipynb #15trace-008
 def _decoder(tokenizer):
@@ -211,6 +211,7 @@ def print_interleaved(record, tokenizer=None, console=None, width: int = 100):
 # %% ../nbs/15_trace.ipynb #15trace-030
 VERSION = 1
 _COLUMNS = ('token', 'position', 'segment', 'slot', 'step', 'thread', 'prob', 'kind', 'control')
+_SEGMENT = ('names', 'parents', 'causal', 'reads')
 _THREAD = ('name', 'segment', 'parent', 'at', 'topic', 'predicted', 'finish_reason', 'joined', 'trim')
 
 def _plain(value):
@@ -232,26 +233,100 @@ def to_json(record, tokenizer=None) -> str:
     "A record as JSON text, the same bytes each time; with a tokenizer, each token's text too."
     return json.dumps(_trace(record, tokenizer), sort_keys=True, separators=(',', ':'))
 
+# %% ../nbs/15_trace.ipynb #15trace-054
+def _need(ok: bool, field: str, wanted: str):
+    if not ok: raise TraceError('a damaged trace', field, f'{wanted} is expected; write it again with to_json')
+
+def _is_int(value) -> bool: return isinstance(value, int) and not isinstance(value, bool)
+def _is_number(value) -> bool: return value is None or isinstance(value, float) or _is_int(value)
+def _within(value, low, high) -> bool: return _is_int(value) and low <= value < high
+
+def _part(trace, key, kind):
+    "A part of the trace, of the kind that it must have."
+    if key not in trace: raise TraceError('a trace with a part missing', key)
+    _need(isinstance(trace[key], kind), key, 'an object' if kind is dict else 'a list')
+    return trace[key]
+
+def _numbers(trace, key) -> int:
+    "How many numbers a list holds."
+    values = trace.get(key, [])
+    _need(isinstance(values, list) and all(map(_is_number, values)), key, 'a list of numbers')
+    return len(values)
+
+def _columns(part, keys, name):
+    "Lists, and of one length."
+    for key in keys: _need(isinstance(part[key], list), f'{name}.{key}', 'a list')
+    lengths = {key: len(part[key]) for key in keys}
+    if len(set(lengths.values())) > 1:
+        raise TraceError('columns of unequal length', ', '.join(f'{name}.{key} {n}' for key, n in lengths.items()))
+
+# %% ../nbs/15_trace.ipynb #15trace-053
+def _check_segments(s):
+    "Names are texts; parents are earlier segments, and so is what a segment reads besides itself."
+    earlier = lambda found, n: isinstance(found, list) and all(_within(k, 0, n) for k in found)
+    for n, (name, parents, causal, reads) in enumerate(zip(*(s[key] for key in _SEGMENT))):
+        _need(isinstance(name, str), f'segments.names[{n}]', 'a text')
+        _need(earlier(parents, n), f'segments.parents[{n}]', 'a list of earlier segments')
+        _need(isinstance(causal, bool), f'segments.causal[{n}]', 'true or false')
+        _need(earlier(reads, n + 1), f'segments.reads[{n}]', 'a list of segments up to itself')
+
+def _check_tokens(t, segments: int, threads: int, forwards: int):
+    "Every column's values. A step is at least 0, and there are no more steps than tokens or forwards."
+    n = len(t['token'])
+    whole = lambda low, high: lambda v: _within(v, low, high)
+    rules = dict(token=whole(0, 1 << 31), position=whole(0, 1 << 31), segment=whole(0, segments), slot=whole(-1, 1 << 31),
+                 step=whole(0, max(n, forwards) + 2), thread=whole(0, threads), prob=_is_number,
+                 kind=lambda v: v in ('prompt', 'sampled', 'forced'), control=lambda v: isinstance(v, bool))
+    for column, fits in rules.items():
+        bad = next((i for i, value in enumerate(t[column]) if not fits(value)), None)
+        _need(bad is None, f'tokens.{column}[{bad}]', _WANTED.get(column, 'a whole number in range'))
+
+_WANTED = dict(prob='a number or null', kind='prompt, sampled or forced', control='true or false')
+
+def _check_threads(threads, segments: int, thread_of: list):
+    "A fork leaves an earlier thread, at one of that thread's tokens."
+    none, tokens = type(None), len(thread_of)
+    kinds = dict(name=str, topic=str, finish_reason=(str, none), predicted=(int, none), trim=int)
+    for n, t in enumerate(threads):
+        for key, value in t.items():
+            _need(key in _THREAD, f'threads[{n}].{key}', f'one of {", ".join(_THREAD)}')
+            fits = isinstance(value, kinds.get(key, object)) and (key not in kinds or not isinstance(value, bool))
+            _need(fits, f'threads[{n}].{key}', 'a whole number' if key in ('predicted', 'trim') else 'a text')
+        at, parent, joined = (t.get(key) for key in ('at', 'parent', 'joined'))
+        _need(_within(t['segment'], 0, segments), f'threads[{n}].segment', 'a segment of the table')
+        _need(parent is None or _within(parent, 0, n), f'threads[{n}].parent', 'an earlier thread')
+        _need(at is None or _within(at, 0, tokens) and thread_of[at] < n, f'threads[{n}].at', 'a token of an earlier thread')
+        later = _within(joined, 0 if at is None else at + 1, tokens) and thread_of[joined] < n
+        _need(joined is None or later, f'threads[{n}].joined', 'a later token of an earlier thread')
+
 # %% ../nbs/15_trace.ipynb #15trace-031
 def _check(trace) -> dict:
     "The trace, if it is one of ours and whole."
     if not isinstance(trace, dict) or trace.get('format') != 'pasta-trace': raise TraceError('not a trace of pasta_lib')
     if trace.get('version') != VERSION:
         raise TraceError(f'a trace of version {trace.get("version")}', fix=f'this library reads version {VERSION}')
-    missing = [k for k in ('segments', 'threads', 'tokens') if k not in trace] or [
-        c for c in _COLUMNS if c not in trace['tokens']]
-    if missing: raise TraceError('a trace with a part missing', ', '.join(missing))
-    lengths = {c: len(trace['tokens'][c]) for c in _COLUMNS}
-    if len(set(lengths.values())) > 1:
-        raise TraceError('columns of unequal length', ', '.join(f'{c} {n}' for c, n in lengths.items()))
+    s, threads, t = (_part(trace, key, kind) for key, kind in (('segments', dict), ('threads', list), ('tokens', dict)))
+    parts = [(s, _SEGMENT, 'segments'), (t, _COLUMNS, 'tokens')]
+    parts += [(one, ('name', 'segment'), f'threads[{n}]') for n, one in enumerate(threads)]
+    for part, keys, where in parts:
+        if missing := [key for key in keys if not isinstance(part, dict) or key not in part]:
+            raise TraceError('a trace with a part missing', f'{", ".join(missing)} in {where}')
+    _columns(s, _SEGMENT, 'segments')
+    _columns(t, _COLUMNS, 'tokens')
+    _check_segments(s)
+    _check_tokens(t, len(s['names']), len(threads), _numbers(trace, 'seconds'))
+    _check_threads(threads, len(s['names']), t['thread'])
+    _need(_is_number(trace.get('prefill_seconds', 0.)), 'prefill_seconds', 'a number')
     return trace
 
 def from_json(text: str):
     "The `Record` of a trace written by `to_json`. `TraceError` if it isn't one, is of another version, or damaged."
     from pasta_lib.engine import Record, Thread
     from pasta_lib.segments import SegmentTable
-    try: trace = _check(json.loads(text))
+    try: trace = json.loads(text)
     except json.JSONDecodeError as e: raise TraceError('not JSON', f'line {e.lineno}, column {e.colno}') from e
+    except (TypeError, ValueError, RecursionError) as e: raise TraceError('not JSON', str(e)) from e
+    trace = _check(trace)
     table, s = SegmentTable(), trace['segments']
     for i, (name, parents, causal, reads) in enumerate(zip(s['names'], s['parents'], s['causal'], s['reads'])):
         table.open(parents, name, causal, reads=[r for r in reads if r != i])

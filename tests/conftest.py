@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-# Before torch is imported: two threads suit the smallest machine that the tests must run on.
-os.environ.setdefault('OMP_NUM_THREADS', str(min(2, os.cpu_count() or 1)))
+# Before torch is imported: two threads suit the smallest machine that the tests must run on, or two processes of one.
+os.environ.setdefault('OMP_NUM_THREADS', str(1 if 'PYTEST_XDIST_WORKER' in os.environ else min(2, os.cpu_count() or 1)))
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 # A hub that can't be reached should cost seconds, not minutes.

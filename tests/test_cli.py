@@ -95,6 +95,8 @@ def test_lint_not_utf8(tmp_path):
 @pytest.mark.parametrize('name', ['nowhere.txt', '.'])
 def test_lint_what_cannot_be_read(name):
     r = pasta('lint', name, '--json')
+    assert r.exit_code == 2 and r.stderr == f'pasta: {only_json(r)["error"]}\n' and r.stderr.count('\n') == 1
+    r = pasta('lint', name)
     assert r.exit_code == 2 and r.stdout == '' and r.stderr.startswith('pasta: ') and r.stderr.count('\n') == 1
 
 
@@ -125,6 +127,7 @@ def test_an_outline_is_guided(outline, strategy, tmp_path):
     r = pasta('generate', '-m', 'tiny', *strategy, '--outline', outline, '--prompt', 'Where?', '--max-new-tokens', 30,
               '--point-tokens', 12, '--json', '--trace', page)
     found = only_json(r)
+    assert found['strategy'] == 'guided'
     assert found['forks'] == 2 and found['critical_path'] < found['generated_tokens'] and 'the sea' in found['text']
     assert '<html' in page.read_text()[:200] and 'trace:' in r.stderr
 
@@ -172,16 +175,18 @@ def test_raw_and_stop():
     (('--strategy', 'guided', '--prompt', 'Hi'), 'outline'), (('--prompt', 'Hi', '--max-forks', 3), 'max_forks'),
     (('--prompt', 'Hi', '--outline', 'nowhere.txt'), 'nowhere.txt'), (('--prompt', '  '), 'empty'), (('--prompt', ''), 'empty'),
     (('--prompt', 'Hi', '--temperature', -1), 'temperature'), (('--prompt', 'Hi', '--max-new-tokens', 0), 'max_new_tokens'),
-    (('--prompt', 'Hi', '--dtype', 'float33'), 'float33'), (('--prompt', 'A' * 80, '--slots', 64), 'pool'),
+    (('--prompt', 'Hi', '--dtype', 'float33'), 'float33'), (('--prompt', 'A' * 80, '--slots', 64), 'larger: --slots N'),
+    (('--prompt', 'Hi', '--device', 'mars'), "no device 'mars'"), (('--prompt', 'Hi', '--device', 'cuda:77'), "no device 'cuda:77'"),
+    (('--prompt', 'Hi', '--slots', 10**16), 'smaller: --slots N'), (('--prompt', 'Hi', '--slots', -3), 'slots=-3'),
     (('--prompt', 'Hi', '--slots', 0), 'slots'), (('--strategy', 'pasta', '--prompt', 'Hi', '--positions', 'nowhere'), 'nowhere'),
     (('--strategy', 'pasta', '--prompt', 'Hi', '--tags', 'compact'), '<async>'), (('--strategy', 'pasta', '--prompt', 'Hi', '--policy', 'x'), 'x')])
 @pytest.mark.parametrize('as_json', [False, True])
 def test_wrong_use_is_2_and_one_line(args, says, as_json, monkeypatch):
-    if '--dtype' in args: monkeypatch.undo()
+    if '--dtype' in args or '--device' in args: monkeypatch.undo()
     r = pasta('generate', '-m', 'tiny', *args, *['--json'] * as_json)
     lines = [line for line in r.stderr.splitlines() if line.startswith('pasta: ')]
     assert r.exit_code == 2 and len(lines) == 1 and says in lines[0]
-    assert not as_json or not r.stdout or only_json(r)['error']
+    assert only_json(r)['error'] == lines[0].removeprefix('pasta: ') if as_json else not r.stdout.strip()
 
 
 def test_outlines_that_cannot_be_read(tmp_path):
@@ -195,6 +200,8 @@ def test_options_that_the_parser_refuses():
     for args in (('generate', '--strategy', 'magic'), ('generate', '--max-new-tokens', 'many'), ('nonsense',), ('lint',), ('bench', 'x')):
         r = pasta(*args)
         assert r.exit_code == 2 and r.stdout == '' and r.stderr
+        r = pasta(*args, '--json')
+        assert r.exit_code == 2 and only_json(r)['error'] and only_json(r)['error'].split()[0] in r.stderr
 
 
 def test_an_unknown_model(tmp_path):
@@ -226,6 +233,31 @@ def test_ctrl_c_while_loading(monkeypatch):
     def interrupted(*args, **kw): raise KeyboardInterrupt
     monkeypatch.setattr(cli, 'open_engine', interrupted)
     assert pasta('generate', '-m', 'tiny', '--prompt', 'Hi').exit_code == 130
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--json')
+    assert r.exit_code == 130 and only_json(r) == {'error': 'interrupted'}
+
+
+def test_no_memory_is_a_line(monkeypatch):
+    def full(*args, **kw): raise MemoryError
+    monkeypatch.setattr(cli, 'open_engine', full)
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--json')
+    assert r.exit_code == 2 and only_json(r)['error'].startswith('out of memory') and r.stderr.count('\n') == 1
+
+
+def test_an_answer_is_one_object_even_if_its_trace_can_not_be_written(tmp_path):
+    args = ('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 3, '--trace', tmp_path / 'nowhere' / 'x.html')
+    r = pasta(*args, '--json')
+    assert r.exit_code == 2 and only_json(r)['generated_tokens'] == 3 and 'No such file' in r.stderr
+    assert pasta(*args).stdout
+
+
+def test_refused_forks_are_told(tiny, monkeypatch):
+    from pasta_lib import pasta as module
+    script, honest = {'main': tiny[1].encode('A<promise topic="a" tokens="10"/>B<sync/>C')}, module.pasta
+    monkeypatch.setattr(module, 'pasta', lambda prompt, **kw: honest(prompt, script=script, **kw))
+    args = ('generate', '-m', 'tiny', '--strategy', 'pasta', '--prompt', 'Hi', '--max-new-tokens', 60, '--max-forks', 0)
+    found = only_json(pasta(*args, '--json'))
+    assert (found['forks'], found['refused_forks']) == (0, 1) and '0 forks (1 refused)' in pasta(*args).stderr
 
 
 def test_a_failing_request_is_1(monkeypatch):
@@ -287,6 +319,25 @@ def test_tail():
     assert cli.tail('a b c d', 3, 1) == ['c d'] and cli.tail('', 5, 2) == [] and cli.tail('a\n\nb', 5, 2) == ['', 'b']
 
 
+def test_closed_streams(monkeypatch, tmp_path):
+    "Python has None for a stream that the shell closed."
+    monkeypatch.setattr(sys, 'stdin', None)
+    for prompt in (None, '-'):
+        with pytest.raises(PastaError, match='closed'): cli.read_prompt(prompt)
+    monkeypatch.setattr(sys, 'stdout', None)
+    assert not cli.on_terminal()
+    monkeypatch.setattr(sys, 'stderr', None)
+    cli.say('into the void')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', ['generate -m tiny --json <&-', 'generate -m tiny --json --prompt - <&-', 'lint - --json <&-'])
+def test_closed_stdin_as_a_program(command):
+    code = "from pasta_lib.cli import main; main()"
+    r = subprocess.run(['bash', '-c', f'{sys.executable} -c "{code}" {command}'], capture_output=True, text=True)
+    assert r.returncode == 2 and 'closed' in json.loads(r.stdout)['error'] and r.stderr.count('\n') == 1
+
+
 def test_no_prompt_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(isatty=lambda: True))
     with pytest.raises(PastaError, match='no prompt'): cli.read_prompt(None)
@@ -333,12 +384,13 @@ def test_an_interrupted_bench_is_130(monkeypatch):
 
 
 def test_demo(monkeypatch, tmp_path):
-    def demo(model='smollm2', out='demo', quiet=False):
+    def demo(model=None, out='demo', quiet=False, guided=None):
         print('a table')
-        return dict(report=Path(out) / 'report.html', model=model)
+        return dict(report=Path(out) / 'report.html', model=model, guided=guided)
     monkeypatch.setitem(sys.modules, 'pasta_lib.demo', types.SimpleNamespace(demo=demo))
     r = pasta('demo', '--out', tmp_path, '--json')
-    assert only_json(r) == dict(report=str(tmp_path / 'report.html'), model='smollm2')
+    assert only_json(r) == dict(report=str(tmp_path / 'report.html'), model=None, guided=None)      # the library chooses
+    assert only_json(pasta('demo', '--out', tmp_path, '--guided', '--json'))['guided'] is True
     assert 'a table' in pasta('demo', '--out', tmp_path, '-m', 'tiny').stdout
 
 

@@ -9,7 +9,9 @@ from pasta_lib import demo as D
 from pasta_lib.core import PastaError
 from pasta_lib.demo import PROMPTS, Prompt, answer_twice, demo, explain, means, outlined
 from pasta_lib.engine import Engine
-from pasta_lib.pasta import read_outline
+from pasta_lib.models import add_tokens, tiny_model
+from pasta_lib.pasta import pasta, read_outline
+from pasta_lib.tags import TagVocab
 
 LIMITS = dict(point_tokens=5, closing_tokens=4, dtype='float32')
 
@@ -30,7 +32,7 @@ def test_answer_twice_is_the_same_work_in_another_order(tiny):
     a, b = pair.in_turn, pair.at_once
     assert a.prompt_tokens == b.prompt_tokens and (a.forks, b.forks) == (0, PROMPTS[0].points)
     assert pair.theoretical == a.critical_path / b.critical_path > 1.5 and pair.realised > 0
-    for topic in ('Evening habits', 'Food and drink', 'In short,'): assert topic in a.text and topic in b.text
+    for topic in ('Space', 'Training', 'In short,'): assert topic in a.text and topic in b.text
     sampled = lambda r: sum(k == 'sampled' for k in r.record.kind)
     assert max(sampled(a), sampled(b)) <= PROMPTS[0].points * 6 + 5
     assert pair.row()['parts'] == 4
@@ -106,3 +108,76 @@ def test_picture():
     ax = D.plot_speedups(rows)
     assert [round(p.get_width(), 1) for p in ax.patches] == [2., 3., 1.8, 2.]
     plt.close('all')
+
+
+# ---- a model that decides by itself
+
+@pytest.fixture
+def knowing():
+    model, tokenizer = tiny_model()
+    add_tokens(model, tokenizer, TagVocab())
+    return model, tokenizer
+
+
+
+
+def test_the_same_words_in_turn(knowing):
+    engine = Engine(*knowing, slots=1024)
+    pair = D.answer_freely(engine, PROMPTS[0], answer_tokens=40, rounds=2, warm=1)
+    assert pair.in_turn.text == pair.at_once.text and pair.in_turn.forks == 0 and pair.realised > 0
+    words = sum(not c and k != 'prompt' for c, k in zip(pair.at_once.record.control, pair.at_once.record.kind))
+    assert pair.in_turn.generated_tokens == pair.in_turn.critical_path == words and pair.theoretical == words / pair.at_once.critical_path
+    assert pair.made['grammar_tokens'] == 40 - 0 and 'outline' not in pair.made and pair.in_turn.request.name == 'ar'
+
+
+def test_forks_are_read_in_their_places(knowing):
+    "The words again, in the order in which a person reads them."
+    tokenizer = knowing[1]
+    write = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    said = {'main': write('A<promise topic="x" tokens="10"/><sync/>C') + [tokenizer.eos_token_id], 'fork 1': write('B</async>')}
+    engine = Engine(*knowing, slots=1024)
+    r, = engine.run(pasta('Q?', script=said))
+    a, = engine.run(D.again(r))
+    assert r.text == a.text == 'ABC' and a.generated_tokens == 3 and a.prompt_tokens == r.prompt_tokens
+
+
+def test_against_a_baseline(knowing, tiny):
+    pair = D.answer_freely(Engine(*knowing, slots=1024), PROMPTS[0], baseline=Engine(*tiny, slots=1024), answer_tokens=20)
+    assert pair.in_turn.request.name == 'ar' and not pair.in_turn.request.sampling.script and pair.in_turn.generated_tokens <= 20
+
+
+@pytest.mark.parametrize('there', [(), ('smollm2-pasta',), ('smollm2-pasta', 'smollm2-baseline')])
+def test_demo_of_a_trained_model(tmp_path, monkeypatch, knowing, tiny, there):
+    "Checkpoints that are there are used, and what is compared is said."
+    opened = []
+    def load(name, **options):
+        opened.append(name)
+        return knowing if name == 'smollm2-pasta' else tiny
+    monkeypatch.setattr(D, 'checkpoint_folder', lambda name: tmp_path if name in there else None)
+    monkeypatch.setattr(D, 'load', load)
+    c = console()
+    limits = dict(answer_tokens=12) if there else dict(point_tokens=4, closing_tokens=3)
+    out = demo('smollm2-pasta', tmp_path, prompts=PROMPTS[:2], console=c, **limits)
+    way = ['guided', 'same words', 'baseline'][len(there)]
+    said = c.file.getvalue()
+    assert opened == (list(there) or ['smollm2']) and out['way'] == way and out['compared'] in said and out['hardware']['model'] == opened[0]
+    assert ('grammar mask was needed in' in said) == ('grammar_needed' in out['answers'][0]) == ('outline' not in out['answers'][0]) == bool(there)
+    assert ('no checkpoint smollm2-pasta' in said) == (not there) and len(out['rows']) == 2
+    assert json.loads((tmp_path / 'results.json').read_text()) == out and D.EXPLAINED[way] in said
+    assert (tmp_path / 'report.html').read_text().count(D.IN_TURN[way]) >= 2
+
+
+def test_which_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(D, 'checkpoint_folder', lambda name: None)
+    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta') for g in (None, True)] == ['smollm2', 'smollm2', 'tiny', 'tiny', 'smollm2', 'smollm2']
+    monkeypatch.setattr(D, 'checkpoint_folder', lambda name: tmp_path)
+    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta') for g in (None, True)] == \
+        ['smollm2-pasta', 'smollm2', 'tiny', 'tiny', 'smollm2-pasta', 'smollm2-pasta']
+
+
+def test_guided_or_not_by_request(tmp_path, monkeypatch, knowing):
+    monkeypatch.setattr(D, 'load', lambda name, **options: knowing)
+    out = demo('mine', tmp_path, quiet=True, prompts=PROMPTS[:1], guided=True, point_tokens=4, closing_tokens=3)
+    assert out['way'] == 'guided' and out['answers'][0]['outline'] == PROMPTS[0].outline
+    monkeypatch.undo()
+    with pytest.raises(PastaError, match='knows no tags'): demo('tiny', tmp_path, guided=False, prompts=PROMPTS[:1], dtype='float32')

@@ -167,8 +167,8 @@ def test_queries_keys_and_batches():
     other = pack([pasta_layout([1, 2], [])], 18)
     both = dense_mask([DOC, other], window=9)
     assert torch.equal(both, torch.stack([dense_mask(DOC, 9), dense_mask(other, 9)]))
-    for bad in ([DOC, pasta_layout([1], [])], []):
-        with pytest.raises(MaskError, match='rows of one length'): dense_mask(bad)
+    for bad, what in (([DOC, pasta_layout([1], [])], 'rows of one length'), ([], 'without rows')):
+        with pytest.raises(MaskError, match=what): dense_mask(bad)
     assert issubclass(MaskError, PastaError) and dense_mask(pasta_layout([], [])).shape == (0, 0)
 
 

@@ -1,14 +1,19 @@
-"Speedups and parallelism: the critical path against an event simulation, records by hand, means by definition."
+"Speedups, parallelism, win rates: an event simulation, records by hand, means by definition, an independent fit."
+import csv
 import math
+import os
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pasta_lib.metrics import (CriticalPath, Leg, MetricError, Words, arithmetic_mean, critical_path, draw_critical_path,
-                               geometric_mean, noncontrol_tokens, parallelism, realised_speedup, summary_table,
-                               theoretical_speedup, thread_colours, toy_record, waiting_profile, written_steps)
+from pasta_lib.metrics import (CriticalPath, Estimate, Leg, MetricError, Words, arithmetic_mean, critical_path,
+                               draw_critical_path, draw_length_control, fit_logistic, geometric_mean, interval,
+                               length_controlled_win_rate, looping_share, loops, noncontrol_tokens, parallelism,
+                               realised_speedup, summary_table, theoretical_speedup, thread_colours, toy_record,
+                               waiting_profile, weighted_wins, win_rate, win_rate_difference, written_steps)
 
 
 def hand_record(threads, tokens):
@@ -261,3 +266,179 @@ def test_pictures():
     assert draw_critical_path(toy_record([0]), ax=ax) is ax
     plt.close('all')
     assert len(thread_colours(25)) == 25 and thread_colours(1) == thread_colours(9)[:1] and len(set(map(str, thread_colours(8)))) == 8
+
+
+# ---- win rates
+def by_newton(x, y, ridge=1e-6):
+    "An independent fit: scaled gradient steps in float64, slow and plain."
+    w = np.zeros(x.shape[1])
+    size = 4 / np.linalg.eigvalsh(x.T @ x / len(y)).max()
+    for _ in range(60_000):
+        slope = x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(y) + ridge * w
+        if abs(slope).max() < 1e-10: break
+        w = w - size * slope
+    return w
+
+
+def some_preferences(n=150, seed=0):
+    rng = np.random.default_rng(seed)
+    theirs = rng.integers(50, 900, n)
+    ours = np.maximum(0, theirs + rng.integers(-300, 500, n))
+    p = np.clip(1 / (1 + np.exp(-(ours - theirs) / 250 + .4)) + rng.normal(0, .2, n), 0, 1)
+    return p, ours, theirs, rng.normal(size=n)
+
+
+@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('binary', [False, True])
+@pytest.mark.parametrize('with_difficulty', [False, True])
+def test_length_control_by_an_independent_fit(seed, binary, with_difficulty):
+    p, ours, theirs, hard = some_preferences(seed=seed)
+    if binary: p = (p > .5).astype(float)
+    delta = ours - theirs
+    columns = [np.ones(len(p)), *([hard] if with_difficulty else []), np.tanh(delta / delta.std())]
+    w = by_newton(np.stack(columns, 1), p)
+    expected = np.mean([1 / (1 + math.exp(-sum(a * b for a, b in zip(w[:-1], row)))) for row in zip(*columns[:-1])])
+    found = length_controlled_win_rate(p, ours, theirs, hard if with_difficulty else None)
+    assert math.isclose(found, 100 * expected, abs_tol=1e-4)
+
+
+def test_the_fit_is_a_minimum():
+    p, ours, theirs, hard = some_preferences()
+    x = np.stack([np.ones(len(p)), hard], 1)
+    w = fit_logistic(x, p)
+    def loss(w): return np.mean(np.log1p(np.exp(x @ w)) - p * (x @ w)) + .5e-6 * w @ w
+    for dw in np.random.default_rng(0).normal(scale=1e-2, size=(200, 2)): assert loss(w + dw) > loss(w)
+
+
+prefs = st.lists(st.sampled_from([0., .3, .5, 1.]), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prefs, st.data())
+def test_win_rates_are_always_finite(p, data):
+    "Ties, all wins, empty answers, one row, constant lengths, lengths that give the winner away."
+    lengths = st.lists(st.integers(0, 5), min_size=len(p), max_size=len(p))
+    ours, theirs, hard = data.draw(lengths), data.draw(lengths), data.draw(lengths)
+    assert 0 <= win_rate(p) <= 100
+    for difficulty in None, hard, [1.] * len(p):
+        assert 0 <= length_controlled_win_rate(p, ours, theirs, difficulty) <= 100
+
+
+def test_without_a_length_effect_nothing_is_corrected():
+    for p in ([1, 0, .5, 1], [.2], [1, 1], [0, 0, 0], [.5] * 5):
+        for ours, theirs in ((7, 5), (5, 5), (0, 0)):
+            lc = length_controlled_win_rate(p, [ours] * len(p), [theirs] * len(p))
+            assert math.isclose(lc, win_rate(p), abs_tol=2e-2)
+    assert math.isclose(length_controlled_win_rate([.1] * 3, [.3 + 1e-17] * 3, [.1] * 3), 10, abs_tol=1e-2)     # σ is rounding
+
+
+def test_swapping_sides_mirrors_the_win_rate():
+    p, ours, theirs, hard = some_preferences()
+    for a, b, d in ((1, -1, None), (1, -1, hard)):
+        one, other = length_controlled_win_rate(p, ours, theirs, d), length_controlled_win_rate(1 - p, theirs, ours, d)
+        assert math.isclose(one + other, 100, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize('p,match', [([], 'no preferences'), ([.5, 1.5], r'preference 1.5 \(row 1\)'), ([-.1], 'row 0'),
+                                     ([0, math.nan], r'preference nan \(row 1\)')])
+def test_preferences_out_of_range(p, match):
+    with pytest.raises(MetricError, match=match): win_rate(p)
+    with pytest.raises(MetricError, match=match): length_controlled_win_rate(p, [1] * len(p), [1] * len(p))
+
+
+def test_lengths_must_match():
+    with pytest.raises(MetricError, match='2 lengths for 3 preferences'): length_controlled_win_rate([1, 0, 1], [1, 2], [2, 3])
+
+
+def test_intervals():
+    p = np.random.default_rng(3).uniform(size=400)
+    a, b = interval(win_rate, p), interval(win_rate, p)
+    assert a == b and a.low < a.value < a.high and a.value == win_rate(p) and a != interval(win_rate, p, seed=1)
+    half = 1.96 * 100 * p.std() / 20                                           # the textbook's interval of a mean
+    assert math.isclose(a.high - a.low, 2 * half, rel_tol=.12)
+    assert interval(win_rate, p, level=.5).high < a.high
+    assert interval(win_rate, [1.]) == Estimate(100., 100., 100.) and str(Estimate(1, .5, 2)) == '1.00 [0.50, 2.00]'
+    assert interval(geometric_mean, [1., 2., 4.]).value == pytest.approx(2)
+    for bad in ([],), ([1., 0.], [1.]):
+        with pytest.raises(MetricError, match='an interval needs rows'): interval(win_rate, *bad)
+
+
+def test_paired_intervals_are_narrower():
+    rng = np.random.default_rng(0)
+    a = rng.uniform(size=300)
+    b = np.clip(a - .05 + rng.normal(0, .02, 300), 0, 1)
+    paired = interval(win_rate_difference, a, b)
+    assert paired.low > 0 and paired.value == pytest.approx(win_rate(a) - win_rate(b))
+    assert paired.high - paired.low < .3 * (interval(win_rate, a).high - interval(win_rate, a).low)
+
+
+def test_intervals_cover_the_truth():
+    "Of a hundred 90% intervals, about ninety hold the true mean."
+    rng, hits = np.random.default_rng(5), 0
+    for i in range(100):
+        found = interval(win_rate, (rng.uniform(size=80) < .3).astype(float), draws=200, seed=i, level=.9)
+        hits += found.low <= 30 <= found.high
+    assert 80 <= hits <= 98
+
+
+@pytest.mark.parametrize('name,published', [('vicuna-7b-v1.5', 4.797), ('gemma-7b-it', 6.937)])
+def test_published_win_rates(name, published):
+    "From AlpacaEval's published preferences (1 = reference, 2 = model): give their folder in PASTA_ALPACA_EVAL."
+    folder = os.environ.get('PASTA_ALPACA_EVAL')
+    if not folder: pytest.skip('set PASTA_ALPACA_EVAL to a folder with annotations_*.csv')
+    with open(os.path.join(folder, f'annotations_{name}.csv')) as f: rows = list(csv.DictReader(f))
+    p = [float(r['preference']) - 1 for r in rows]
+    assert len(rows) == 805 and round(win_rate(p), 3) == published
+    ours, theirs = ([float(r[k]) for r in rows] for k in ('len_model', 'len_baseline'))
+    assert win_rate(p) < length_controlled_win_rate(p, ours, theirs) < 3 * win_rate(p)
+
+
+class Said:
+    def __init__(self, value): self.value = value
+    def __float__(self): return self.value
+
+
+def test_weighted_wins():
+    assert weighted_wins([1, -1]) == 1 and weighted_wins([.5]) == 2 and weighted_wins([-.5]) == .5
+    assert weighted_wins([]) == weighted_wins([0, 0.]) == 1 and weighted_wins([Said(1.), Said(-.25), 0]) == 2
+    for bad in math.nan, math.inf:
+        with pytest.raises(MetricError): weighted_wins([bad])
+
+
+@given(st.lists(st.floats(-1, 1), max_size=8))
+def test_weighted_wins_mirror(signed):
+    assert math.isclose(weighted_wins(signed) * weighted_wins(-s for s in signed), 1, rel_tol=1e-9)
+    assert weighted_wins(signed + [1]) > weighted_wins(signed) > weighted_wins(signed + [-1]) > 0
+
+
+plain = 'Larks sing at dawn. Rooks gather in tall trees, and owls hunt at night. None of them sings twice the same song.'
+
+
+@pytest.mark.parametrize('text', ['', ' ', '...', plain, 'no no no', 'ha ha ha ha ha', '| a | b |\n| --- | --- |\n| 1 | 2 |',
+                                  '\n'.join(f'{i}. Feed {bird} daily.' for i, bird in enumerate(['larks', 'rooks', 'owls', 'wrens', 'jays'])),
+                                  plain + ' ' + plain + ' ' + plain])
+def test_texts_that_do_not_loop(text): assert not loops(text)
+
+
+@pytest.mark.parametrize('text', ['go ' * 12, plain * 4, plain + ' and then some' * 5, 'Feed the birds daily. Then rest. ' * 4,
+                                  '\n'.join(f'{i}. Feed the birds every day\n   - about {i} grams of corn each' for i in range(5)),
+                                  plain + '\n' + 'the larks and the rooks and the owls and ' * 8])
+def test_texts_that_loop(text): assert loops(text)
+
+
+def test_looping_share():
+    assert looping_share([]) == 0 and looping_share(['', 'go ' * 40]) == .5 and looping_share(iter(['go ' * 40])) == 1
+
+
+def test_loops_takes_linear_time():
+    assert not loops(' '.join(map(str, range(20_000)))) and loops('x ' * 20_000)
+
+
+def test_length_control_picture():
+    import matplotlib.pyplot as plt
+    p, ours, theirs, _ = some_preferences()
+    ax = draw_length_control(p, ours, theirs)
+    at = [l for l in ax.lines if l.get_label() == 'length-controlled'][0]
+    assert at.get_ydata()[0] == pytest.approx(length_controlled_win_rate(p, ours, theirs), abs=1e-6)
+    assert draw_length_control([1.], [3], [3], ax=ax) is ax
+    plt.close('all')

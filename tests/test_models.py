@@ -329,6 +329,224 @@ def test_load_errors(tmp_path, monkeypatch):
     assert models._hub_folder('nobody/nothing') == 'nobody/nothing'
 
 
+def rewritten(folder, change):
+    "The tensors of a saved model, changed."
+    from safetensors.torch import load_file, save_file
+    path = folder / 'model.safetensors'
+    save_file(change(load_file(path)), path, metadata={'format': 'pt'})
+    return folder
+
+
+@pytest.mark.parametrize('tie', [False, True])
+def test_missing_tensors_are_named(tmp_path, tie):
+    model, tokenizer = tiny_model(tie=tie)
+    folder = save(model, tokenizer, tmp_path)
+    assert torch.equal(load(folder)[0].lm_head.weight, model.lm_head.weight)          # a tied head has no tensor of its own
+    lost = ['model.layers.1.mlp.up_proj.weight', 'model.norm.weight']
+    rewritten(folder, lambda tensors: {k: v for k, v in tensors.items() if k not in lost})
+    with pytest.raises(PastaError, match='missing: ' + ', '.join(lost)) as e: load(folder)
+    assert str(folder) in str(e.value) and '\n' not in str(e.value)
+    rewritten(folder, lambda tensors: {k: v for k, v in tensors.items() if 'layers' not in k})
+    with pytest.raises(PastaError, match='and 15 more'): load(folder)
+
+
+def test_a_missing_embedding_of_a_tied_model_is_missing(tmp_path):
+    folder = save(*tiny_model(tie=True), tmp_path)
+    rewritten(folder, lambda tensors: {k: v for k, v in tensors.items() if 'embed' not in k})
+    with pytest.raises(PastaError, match='missing'): load(folder)
+
+
+@pytest.mark.parametrize('device', ['mars', 'cuda:99', 3.5])
+def test_a_device_that_is_not_here(device):
+    with pytest.raises(PastaError, match='no device') as e: load('tiny', device=device)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('text, what', [('{', 'not JSON'), ('[]', 'no JSON object'), ('{"tags": 1, "colour": 2}', 'no such setting')])
+def test_settings_that_cannot_be_read(tmp_path, text, what):
+    folder = save(*tiny_model(), tmp_path)
+    (folder / 'pasta.json').write_text(text)
+    with pytest.raises(SettingsError, match=what): load(folder)
+
+
+# ---- adapters
+
+NEW = ['<async>', '</async>', '<sync/>', '" tokens="10"/>']
+
+
+def adapted(model, tokenizer, rows=None, rank=8, noise=.05, **config):
+    "A LoRA model as if it had been trained."
+    from peft import LoraConfig, get_peft_model
+    ids = add_tokens(model, tokenizer, NEW)
+    config = dict(target_modules='all-linear', trainable_token_indices=ids if rows is None else rows(ids)) | config
+    torch.manual_seed(1)
+    peft_model = get_peft_model(model, LoraConfig(r=rank, task_type='CAUSAL_LM', **config))
+    with torch.no_grad():
+        for p in peft_model.parameters():
+            if p.requires_grad: p.add_(noise * torch.randn_like(p))
+    return peft_model, ids
+
+
+def logits_of(model, ids):
+    with torch.no_grad(): return forward(model, torch.tensor([ids]), torch.arange(len(ids))[None])[0]
+
+
+BOTH = lambda ids: {'embed_tokens': ids, 'lm_head': ids}
+
+
+@pytest.mark.parametrize('rows, config', [(BOTH, {}), (None, {}), (lambda ids: ids[:2], {}), (lambda ids: None, {}),
+                                          (BOTH, dict(use_dora=True)), (BOTH, dict(target_modules=['q_proj', 'v_proj'], lora_alpha=64))])
+def test_an_adapter_comes_back(tmp_path, rows, config):
+    "Logits of the loaded model are those of the merged peft model, to the last bit, for rows of one table, of both, of none."
+    peft_model, ids = adapted(*load('tiny'), rows, **config)
+    tokenizer = tagged_as(NEW)
+    folder = save_adapter(peft_model, tokenizer, tmp_path / 'a', base='tiny', dtype='float32', positions='predicted', tags='compact')
+    again, words = load(folder, expect=dict(positions='predicted', tags='compact', base='tiny'))
+    said = [*range(40, 70), *ids]
+    with torch.no_grad(): before = peft_model(torch.tensor([said])).logits[0]
+    merged = peft_model.merge_and_unload()
+    assert torch.equal(logits_of(again, said), logits_of(merged, said)) and torch.allclose(logits_of(again, said), before, atol=1e-3)
+    assert type(again) is type(merged) and all(p.requires_grad for p in again.parameters()) and not again.training
+    assert [words.encode(t) for t in NEW] == [[i] for i in ids] and words.chat_template == tokenizer.chat_template
+    assert settings_of(again) == Settings(tags='compact', positions='predicted', base='tiny', tokens=NEW)
+    assert {p.name for p in folder.iterdir()} == {'adapter_config.json', 'adapter_model.safetensors', 'pasta.json'}
+
+
+def tagged_as(texts):
+    tokenizer = byte_tokenizer()
+    add_tokens(tiny_model()[0], tokenizer, texts)
+    return tokenizer
+
+
+def test_an_adapter_of_a_tied_model(tmp_path):
+    "Its base is a folder; head and embedding stay one matrix, and neither is stored."
+    base = save(*tiny_model(seed=5, tie=True, vocab=300), tmp_path / 'base')
+    model, tokenizer = load(base)
+    peft_model, ids = adapted(model, tokenizer)
+    folder = save_adapter(peft_model, tokenizer, tmp_path / 'a', base=str(base), dtype='float32')
+    again = load(folder)[0]
+    assert again.lm_head.weight is again.get_input_embeddings().weight and again.config.tie_word_embeddings
+    assert torch.equal(logits_of(again, ids), logits_of(peft_model.merge_and_unload(), ids))
+    from safetensors import safe_open
+    with safe_open(folder / 'adapter_model.safetensors', 'pt') as f:
+        shapes = {k: f.get_slice(k).get_shape() for k in f.keys()}
+    assert [s for k, s in shapes.items() if 'embed' in k or 'head' in k] == [[4, 64]]
+
+
+def test_adapters_are_the_same_bytes_and_name_no_path(tmp_path):
+    files = []
+    for n in range(2):
+        model, tokenizer = load('tiny')
+        model.config._name_or_path = model.name_or_path = str(tmp_path)
+        folder = save_adapter(adapted(model, tokenizer, BOTH)[0], tokenizer, tmp_path / str(n), base='tiny')
+        files.append({p.name: p.read_bytes() for p in folder.iterdir()})
+    assert files[0] == files[1] and not any(str(tmp_path).encode() in data for data in files[0].values())
+    config = json.loads(files[0]['adapter_config.json'])
+    assert config['base_model_name_or_path'] == 'tiny' and config['target_modules'] == sorted(config['target_modules'])
+
+
+def test_bfloat16_adapters_are_half_the_size(tmp_path):
+    model, tokenizer = load('tiny')
+    peft_model, ids = adapted(model, tokenizer, BOTH)
+    sizes = [(save_adapter(peft_model, tokenizer, tmp_path / d, 'tiny', d) / 'adapter_model.safetensors').stat().st_size for d in ('float32', 'bfloat16', 'auto')]
+    assert sizes[1] < .65 * sizes[0] and sizes[2] == sizes[0]
+    merged, said = peft_model.merge_and_unload(), [*range(40, 70), *ids]
+    assert (logits_of(load(tmp_path / 'bfloat16')[0], said) - logits_of(merged, said)).abs().max() < .15      # 8 bits of mantissa
+    assert load(tmp_path / 'bfloat16', dtype='auto')[0].dtype == torch.float32               # the base's own
+    half = load(tmp_path / 'bfloat16', dtype='bfloat16')[0]
+    assert half.dtype == torch.bfloat16 and half.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_an_adapter_among_the_checkpoints(tmp_path, monkeypatch):
+    import pasta_lib
+    monkeypatch.setattr(pasta_lib, '__file__', str(tmp_path / 'pasta_lib' / '__init__.py'))
+    model, tokenizer = load('tiny')
+    folder = save_adapter(adapted(model, tokenizer, BOTH)[0], tokenizer, tmp_path / 'data' / 'checkpoints' / 'tuned', base='tiny')
+    assert checkpoint_folder('tuned') == folder and settings_of(load('tuned')[0]).base == 'tiny'
+    second = save_adapter(adapted(*load('tuned'), BOTH)[0], tokenizer, tmp_path / 'second', base='tuned')
+    assert settings_of(load(second)[0]) == Settings(base='tuned', tokens=NEW)       # an adapter on an adapter
+
+
+def test_an_adapter_with_its_own_tokenizer(tmp_path):
+    "A folder from peft's and transformers' own savers, with the settings that name the base."
+    model, tokenizer = load('tiny')
+    peft_model, ids = adapted(model, tokenizer, BOTH)
+    peft_model.save_pretrained(tmp_path, save_embedding_layers=False)
+    tokenizer.chat_template = 'mine'
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / 'pasta.json').write_text('{"base": "tiny"}')
+    again, words = load(tmp_path)
+    assert words.chat_template == 'mine' and settings_of(again).tokens == NEW
+    assert torch.equal(logits_of(again, ids), logits_of(peft_model.merge_and_unload(), ids))
+    tokenizer.add_tokens(['<zzz>'])
+    save(tiny_model(vocab=300)[0], tokenizer, tmp_path / 'other')
+    (tmp_path / 'pasta.json').write_text(json.dumps(dict(base=str(tmp_path / 'other'), tokens=['<new>'])))
+    with pytest.raises(SettingsError, match='does not fit the base'): load(tmp_path)
+
+
+def test_adapters_that_cannot_be_opened(tmp_path):
+    from safetensors.torch import load_file, save_file
+    model, tokenizer = load('tiny')
+    folder = save_adapter(adapted(model, tokenizer, BOTH)[0], tokenizer, tmp_path / 'a', base='tiny')
+    settings, weights, path = (folder / 'pasta.json').read_text(), load_file(folder / 'adapter_model.safetensors'), folder / 'adapter_model.safetensors'
+    def refused(error, what):
+        with pytest.raises(error, match=what) as e: load(folder)
+        assert '\n' not in str(e.value) and str(folder) in str(e.value)
+    for change, error, what in (({'base': None}, SettingsError, 'names no base'), ({'base': str(folder)}, SettingsError, 'its own base')):
+        (folder / 'pasta.json').write_text(json.dumps(json.loads(settings) | change))
+        refused(error, what)
+    (folder / 'pasta.json').write_text(settings)
+    for part, what in (('q_proj', 'missing adapter keys'), ('trainable_tokens', 'no tensor')):
+        save_file({k: v for k, v in weights.items() if part not in k}, path)
+        refused(PastaError, what)
+    save_file({k: torch.full_like(v, float('nan')) for k, v in weights.items()}, path)
+    refused(PastaError, "can't merge")
+    save_file({k: v[:1] for k, v in weights.items()}, path)
+    refused(PastaError, "can't merge")
+    path.write_bytes(b'nonsense')
+    refused(PastaError, "can't merge")
+    path.unlink()
+    refused(PastaError, "can't merge")
+
+
+def test_what_is_no_adapter(tmp_path):
+    from peft import IA3Config, LoraConfig, get_peft_model
+    model, tokenizer = load('tiny')
+    with pytest.raises(PastaError, match='not a peft model'): save_adapter(model, tokenizer, tmp_path)
+    with pytest.raises(PastaError, match='type IA3'):
+        save_adapter(get_peft_model(load('tiny')[0], IA3Config(target_modules=['k_proj'], feedforward_modules=[])), tokenizer, tmp_path)
+    tokenizer.add_tokens(['<mine>'])
+    model.resize_token_embeddings(262)
+    peft_model = get_peft_model(model, LoraConfig(target_modules=['q_proj'], trainable_token_indices=[261]))
+    with pytest.raises(PastaError, match='<mine>'): save_adapter(peft_model, tokenizer, tmp_path, base='tiny')
+    with pytest.raises(SettingsError, match='colour'): save_adapter(peft_model, tokenizer, tmp_path, base='tiny', colour=1)
+    with pytest.raises(PastaError, match='dtype'): save_adapter(peft_model, tokenizer, tmp_path, base='tiny', dtype='int8')
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.smollm2
+def test_an_adapter_of_smollm2(tmp_path):
+    "Rank 16 on all linears and 20 new rows: below 10 MB in bfloat16; exact in float32."
+    from pasta_lib.tags import TagVocab
+    model, tokenizer = load('smollm2')
+    tags = TagVocab().tokens
+    add_tokens(model, tokenizer, tags)
+    peft_model, _ = adapted(model, tokenizer, lambda ids: tokenizer.convert_tokens_to_ids(tags), rank=16, noise=.01)
+    sizes = {}
+    for dtype in ('bfloat16', 'float32'):
+        folder = save_adapter(peft_model, tokenizer, tmp_path / dtype, dtype=dtype, positions='predicted')
+        sizes[dtype] = sum(p.stat().st_size for p in folder.iterdir())
+    assert sizes['bfloat16'] <= 10_000_000 and sizes['float32'] < 20_000_000
+    said = chat_ids(tokenizer, 'Name three birds.') + tokenizer.convert_tokens_to_ids(tags)
+    merged = logits_of(peft_model.merge_and_unload(), said)
+    again, words = load(tmp_path / 'float32')
+    assert torch.equal(logits_of(again, said), merged) and again.lm_head.weight is again.get_input_embeddings().weight
+    assert words.convert_tokens_to_ids(tags) == tokenizer.convert_tokens_to_ids(tags)
+    rounded = logits_of(load(tmp_path / 'bfloat16')[0], said)
+    assert (rounded.log_softmax(-1) - merged.log_softmax(-1)).abs().mean() < 1e-2
+    assert load(tmp_path / 'bfloat16', dtype='auto')[0].dtype == torch.bfloat16
+
+
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv('PASTA_CACHE', str(tmp_path / 'cache'))

@@ -2,6 +2,7 @@
 
 The model keeps to a script where the threads' words matter: keys, masks and positions are real."""
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -458,8 +459,6 @@ def test_a_promise_with_the_last_token(talker):
     said = script(talker[1], 'A<promise topic="a" tokens="10"/>', 'body</async>')
     r, = engine_of(talker).run(pasta('Hi', script=said, max_new_tokens=4))
     assert r.error is None and r.finish_reason == 'length' and r.forks == 0 and kept(r, said) == 4
-    r, = engine_of(talker).run(pasta('Hi', script=said, max_new_tokens=50, stop='"/>'))
-    assert r.error is None and r.finish_reason == 'stop' and r.forks == 0
 
 
 def test_forks_that_end_themselves(talker):
@@ -631,3 +630,296 @@ def test_read_outline(tmp_path):
     (tmp_path / 'o.txt').write_text(OUTLINE)
     assert read_outline(tmp_path / 'o.txt') == stages
     assert read_outline(['a', 'b (20)']) == [Stage('', [Point('a'), Point('b', 20)]), Stage('', [])]
+
+
+# ---- stop texts: what a person reads
+
+@pytest.mark.parametrize('pair', ['talker', 'mute'])
+def test_no_tag_is_a_stop_text(pair, request):
+    "Whatever stands inside tags ends nothing; the same letters outside of them do, and are cut."
+    pair = request.getfixturevalue(pair)
+    said = script(pair[1], MAIN, *BODIES)
+    free, = engine_of(pair).run(pasta('Hi', script=said, max_new_tokens=500))
+    for stop in ('"/>', 'tokens', '"', '>', 'topic="a', '<', '</async>', 'sync', '<promise'):
+        r, = engine_of(pair).run(pasta('Hi', script=said, stop=stop, max_new_tokens=500))
+        assert (r.finish_reason, r.text, r.tagged_text, r.token_ids) == ('eos', free.text, free.tagged_text, free.token_ids), stop
+    r, = engine_of(pair).run(pasta('Hi', script=said, stop='mid', max_new_tokens=500), keep_logits=True)
+    assert r.finish_reason == 'stop' and r.text == 'Go:one two threefour ' and r.tagged_text.endswith('</async> ') and r.forks == 2
+    assert deviation(pair[0], r) < 1e-4
+    r, = engine_of(pair).run(pasta('Hi', script=said, stop=['two', 'hen'], max_new_tokens=500))
+    assert r.text == 'Go:one four mid  t' and r.threads == {'main': 'stop', 'fork 1': 'stop', 'fork 2': 'end'}
+    assert r.tagged_text.endswith('<sync/> t') and '<async>one </async>' in r.tagged_text
+
+
+def test_no_stop_text_reaches_over_a_tag(talker, mute):
+    for pair in (talker, mute):
+        said = script(pair[1], 'ST<promise topic="x" tokens="10"/>OP<sync/>STOP.', 'ST</async>')
+        r, = engine_of(pair).run(pasta('Hi', script=said, stop='STOP', max_new_tokens=500))
+        assert r.finish_reason == 'stop' and r.text == 'STSTOP' and r.tagged_text.endswith('OP<sync/>')
+
+
+@pytest.mark.smollm2
+def test_stop_texts_cut_anywhere_by_a_real_tokenizer(smollm2):
+    "A token holds the end of a tag and the beginning of a stop text, or the other way round."
+    tokenizer = smollm2[1]
+    model = tiny_model(vocab=len(tokenizer), layers=1, hidden=32)[0]
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for stop in ('.\n', ' END', '>END', '\n\n'):
+        said = {'main': write(tokenizer, f'Go<promise topic="a" tokens="10"/>.<sync/> so{stop} more'), 'fork 1': write(tokenizer, f'b{stop} c</async>')}
+        r, = Engine(model, tokenizer, slots=512).run(pasta('Hi', script=said, stop=stop, max_new_tokens=90))
+        assert r.text == 'Gob. so' and r.finish_reason == 'stop' and r.threads['fork 1'] == 'stop', stop
+
+
+# ---- the grammar
+
+def shape(tokenizer, ids):
+    "A stream of ids as letters: P promise, E its end, A <async>, Z </async>, S sync, $ eos, q not in a topic, blank, t text."
+    tags = TagVocab('compact').bind(tokenizer)
+    special = {'promise': 'P', 'end': 'E', 'async': 'A', '/async': 'Z', 'sync': 'S'}
+    def letter(i):
+        if i in tags.kinds: return special[tags.kinds[i]]
+        if i == tokenizer.eos_token_id: return '$'
+        word = tokenizer.decode([i])
+        return 'q' if i in tokenizer.all_special_ids or set(word) & set('"<\n\r') else 'b' if not word.strip() else 't'
+    return ''.join(map(letter, ids))
+
+
+WORD, PROMISE = '[tqb]', 'Pt[tb]{0,23}E'
+LEGAL = {'main': f'({WORD}|({PROMISE}{WORD}*)+S)*({PROMISE}{WORD}*)*\\$?', 'fork': f'{WORD}+Z?'}
+REST = '', 'E', 'tE', 'Z', 't', 'tZ'                               # what may complete a legal beginning
+
+
+def may_begin(kind, stream): return any(re.fullmatch(LEGAL[kind], stream + rest) for rest in REST)
+
+
+class Stub(SimpleNamespace):
+    "With a name of its own, so that it can be a key."
+    __hash__ = object.__hash__
+
+
+def listener(tokenizer, kind):
+    "A grammar, a line, and a function that lets the line say a token: the runtime's side, without a model."
+    line = Stub(ids=[], controls=[], sampled=0)
+    h = SimpleNamespace(counts={}, tokenizer=tokenizer, eos={tokenizer.eos_token_id}, total=0, sampling=SimpleNamespace(max_new_tokens=10**9),
+                        engine=SimpleNamespace(facts=SimpleNamespace(vocab=10**9)))
+    voice = Voice(tokenizer)
+    ear = Ear(voice, line, inside=None if kind == 'main' else 'async')
+    run = SimpleNamespace(voice=voice, h=h, ears={}, forks=[], open=[], max_forks=99, main=line if kind == 'main' else Stub())
+    run.ears[run.main] = ear
+    def say(token):
+        line.sampled += 1
+        for e in ear.hear(token):
+            if isinstance(e, Promise): run.forks.append(e), run.open.append(e)
+            if isinstance(e, Sync): run.open.clear()
+    return Grammar(run, 'count'), line, say
+
+
+@pytest.mark.parametrize('kind', ['main', 'fork'])
+@pytest.mark.parametrize('seed', range(4))
+def test_what_is_legal(talker, kind, seed):
+    "At every place of a random legal text: a token is legal if, and only if, a legal text goes on with it."
+    rng, tokenizer = random.Random(seed), talker[1]
+    tags = TagVocab('compact').bind(tokenizer)
+    pool = [*write(tokenizer, 'abc "<\n'), tags.promise, tags.promise, tags.end(10), tags.end(160), tags.sync, tags.async_start, tags.async_end, tokenizer.eos_token_id]
+    for _ in range(6):
+        (grammar, line, say), ids = listener(tokenizer, kind), []
+        for _ in range(rng.choice([3, 10, 60])):
+            rule = grammar.rule(line, 1)
+            legal = [i for i in pool if may_begin(kind, shape(tokenizer, ids + [i]))]
+            assert [i for i in pool if rule.allows(i)] == legal, shape(tokenizer, ids)
+            legal = [i for i in legal if i not in (tokenizer.eos_token_id, tags.async_end)]
+            ids.append(rng.choice(legal))
+            say(ids[-1])
+
+
+def loving(tags, much, eos=None):
+    "A processor that makes a model talk in tags."
+    loved = torch.tensor(list(tags.kinds))
+    def love(ids, row):
+        row = row.clone()
+        row[loved] += much
+        if eos is not None: row[eos] -= 3
+        return row
+    return love
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_masked_answers_are_well_formed(talker, seed):
+    "Random talk at temperature 5, in love with tags: the strict reader finds nothing, at any budget; its record replays."
+    rng, (model, tokenizer) = random.Random(seed), talker
+    tags = TagVocab('compact').bind(tokenizer)
+    requests = [pasta('Hi', grammar='mask', temperature=5., processors=(loving(tags, 9., tokenizer.eos_token_id),), seed=seed * 100 + n,
+                      max_new_tokens=rng.choice([1, 2, 3, 4, 5, 7, 10, 20, 60, 200]), max_thread_tokens=rng.choice([None, 1, 3, 20]),
+                      max_forks=rng.choice([0, 1, 4, 16]), promise_bias=rng.choice([0., 30.]), no_repeat_topics=rng.random() < .5) for n in range(16)]
+    results = engine_of(talker, slots=6000, page_size=7).run(requests, keep_logits=True)
+    for r in results:
+        assert r.error is None and r.counts['problems'] == [] and deviation(model, r) < 1e-4
+        ids = [i for i in r.token_ids if i != tokenizer.eos_token_id]
+        found = pieces(ids, tags, tokenizer, policy='strict')
+        assert [i for p in found for i in p.ids] == ids and sum(p.kind == 'promise' for p in found) == r.forks <= r.request.options['max_forks']
+        assert parse(tokenizer.decode(ids), policy='strict').problems == []
+        record = r.record
+        for n, t in enumerate(record.threads):
+            said = shape(tokenizer, [record.token[i] for i in record.order if record.thread[i] == n and record.kind[i] == 'sampled'])
+            assert re.fullmatch(LEGAL['fork' if n else 'main'], said), said
+        assert 'max_forks' not in r.threads.values() and r.counts['grammar_tokens'] == record.kind.count('sampled')
+        if r.request.options['no_repeat_topics']:
+            own = [record.token[i] for i in record.order if record.thread[i] == 0]
+            firsts = [b for a, b in zip(own, own[1:]) if a == tags.promise]
+            assert len(firsts) == len(set(firsts))
+    for r in results[::3]:
+        alone, = engine_of(talker, slots=6000).run(replace(r.request))
+        assert (alone.token_ids, alone.threads, alone.counts) == (r.token_ids, r.threads, r.counts)
+
+
+def test_minimal_tags_under_the_grammar():
+    "Five tag tokens: the attributes are words, and spelled right all the same."
+    model, tokenizer = tiny_model(seed=1, layers=1, hidden=32)
+    add_tokens(model, tokenizer, TagVocab('minimal'))
+    tags, engine = TagVocab('minimal').bind(tokenizer), engine_of((model, tokenizer), slots=8000)
+    quote = write(tokenizer, '"')[0]
+    def love(ids, row):
+        row = loving(tags, 6.)(ids, row)
+        row[quote] += 6
+        return row
+    requests = [pasta('Hi', grammar='mask', temperature=1., processors=(love,), seed=n, max_new_tokens=40 + 30 * n) for n in range(9)]
+    results = engine.run(requests)
+    for r in results:
+        ids = [i for i in r.token_ids if i != tokenizer.eos_token_id]
+        assert r.error is None and r.counts['problems'] == [] and pieces(ids, tags, tokenizer, policy='strict')
+    assert sum(r.forks for r in results) > 3 and {t.predicted for r in results for t in r.record.threads[1:]} <= set(range(10, 161, 10))
+    said = script(tokenizer, 'A<promise topic="x" tokens="70"/>B<sync/>C', 'D</async>')
+    r, = engine.run(pasta('Hi', script=said, grammar='count', max_new_tokens=200))
+    assert r.counts['grammar_needed'] == 0 and r.counts['grammar_tokens'] == sum(map(len, said.values()))
+    r, = engine.run(pasta('Hi', script=script(tokenizer, 'A<promise topic="x" tokens="75"/>B'), grammar='count', max_new_tokens=200, max_thread_tokens=1))
+    assert r.counts['grammar_needed'] >= 1
+
+
+def test_the_grammar_is_counted(talker):
+    said = script(talker[1], 'A<sync/>B</async><promise topic="" tokens="10"/><sync/>', '</async>')
+    r, = engine_of(talker).run(pasta('Hi', script=said, grammar='count', max_new_tokens=99))
+    assert r.counts['grammar_needed'] == 4 and r.counts['grammar_tokens'] == sum(map(len, said.values())) and r.json()['grammar_needed'] == 4
+    r, = engine_of(talker).run(pasta('Hi', script=script(talker[1], MAIN, *BODIES), grammar='mask', max_new_tokens=200))
+    assert r.counts['grammar_needed'] == 0
+    r, = engine_of(talker).run(pasta('Hi', max_new_tokens=5))
+    assert set(r.counts) == {'problems'}
+
+
+def test_count_changes_nothing_and_the_record_keeps_the_models_logits(talker):
+    options = dict(temperature=1., seed=5, max_new_tokens=60, probabilities=True)
+    tags = TagVocab('compact').bind(talker[1])
+    off, count, mask = engine_of(talker).run([pasta('Hi', processors=(loving(tags, 3.),), grammar=g, **options) for g in ('off', 'count', 'mask')], keep_logits=True)
+    assert off.token_ids == count.token_ids != mask.token_ids and count.counts['grammar_needed'] > 0
+    for r in (off, count, mask): assert deviation(talker[0], r) < 1e-4 and all(torch.isfinite(row).all() for row in r.record.logits.values())
+    one, = engine_of(talker).run(pasta('Hi', grammar='mask', max_new_tokens=1, probabilities=True), keep_logits=True)
+    row = next(iter(one.record.logits.values())).clone()
+    row[[i for i in tags.kinds]] = -torch.inf
+    assert one.record.prob[-1] == pytest.approx(float(row.softmax(-1).max()), rel=1e-4)
+
+
+def test_the_models_own_choice_is_counted(talker):
+    "Greedy: a token needed the mask where the model's best token is another than the one said."
+    model, tokenizer = talker
+    tags = TagVocab('compact').bind(tokenizer)
+    r, = engine_of(talker).run(pasta('Hi', grammar='mask', max_new_tokens=40), keep_logits=True)
+    best = [int(row.argmax()) for row in r.record.logits.values()]
+    said = [t for t, k in zip(r.record.token, r.record.kind) if k == 'sampled']
+    if r.forks == 0: assert r.counts['grammar_needed'] == sum(a != b for a, b in zip(best, said))
+
+
+def test_promise_bias(talker):
+    ask = lambda **more: pasta('Hi', max_new_tokens=80, max_thread_tokens=3, seed=2, temperature=1., **more)
+    none, some, many, off = engine_of(talker).run([ask(grammar='mask', promise_bias=b) for b in (-1e9, 5., 1e9)] + [ask(promise_bias=1e9)])
+    assert none.forks == 0 < many.forks and none.forks <= some.forks <= many.forks
+    tags = TagVocab('compact').bind(talker[1])
+    assert [t for t, n in zip(off.record.token, off.record.thread) if n == 0 and t == tags.promise]
+
+
+def test_topics_are_not_repeated(talker):
+    "Greedy, a model that says one topic for ever says it once."
+    tags = TagVocab('compact').bind(talker[1])
+    ask = lambda **more: pasta('Hi', grammar='mask', promise_bias=1e9, max_new_tokens=150, max_thread_tokens=2, **more)
+    def short(ids, row):
+        row = row.clone()
+        row[tags.end(10)] += 1e6
+        row[ord('x')] += 1e3
+        return row
+    same, fresh, bare = engine_of(talker).run([ask(processors=(short,)), ask(processors=(short,), no_repeat_topics=True),
+                                               pasta('Hi', script=script(talker[1], MAIN, *BODIES), no_repeat_topics=True, max_new_tokens=150)])
+    for r, least in ((same, 3), (fresh, 3), (bare, 2)):
+        own = [r.record.token[i] for i in r.record.order if r.record.thread[i] == 0]
+        first = [b for a, b in zip(own, own[1:]) if a == tags.promise]
+        assert len(first) > least and first[0] == ord('a' if r is bare else 'x') and len(set(first)) == (1 if r is same else len(first))
+
+
+@pytest.mark.parametrize('options, words', [(dict(grammar='x'), 'unknown grammar'), (dict(grammar='mask', tags='text'), 'needs tag tokens'),
+                                            (dict(promise_bias=1., tags='text'), 'needs tag tokens'), (dict(no_repeat_topics=True, tags='text'), 'needs tag tokens')])
+def test_grammars_that_can_not_be(talker, options, words):
+    r, = engine_of(talker).run(pasta('Hi', **options))
+    assert r.finish_reason == 'error' and words in str(r.error)
+
+
+@pytest.mark.smollm2
+def test_the_grammar_on_a_real_vocabulary(smollm2):
+    "A real tokenizer with both vocabularies: forced to promise, it promises well."
+    import copy
+    for kind in ('compact', 'minimal'):
+        tokenizer = copy.deepcopy(smollm2[1])
+        model = tiny_model(vocab=len(tokenizer), layers=1, hidden=32)[0]
+        add_tokens(model, tokenizer, TagVocab(kind))
+        tags = TagVocab(kind).bind(tokenizer)
+        requests = [pasta('Hi', grammar='mask', promise_bias=30., temperature=1., seed=n, max_new_tokens=120, max_thread_tokens=5) for n in range(4)]
+        for r in Engine(model, tokenizer, slots=4096).run(requests):
+            ids = [i for i in r.token_ids if i != tokenizer.eos_token_id]
+            assert r.error is None and r.forks > 0 and pieces(ids, tags, tokenizer, policy='strict') and not r.counts['problems']
+
+
+# ---- room for what the runtime writes itself
+
+def test_reserves():
+    assert pasta('x', max_new_tokens=90).reserve == 90 + 2 * 16 and pasta('x', max_new_tokens=9, tags='text').reserve == 9 + 3 * 16
+    assert pasta('x', max_new_tokens=90, reserve=5).reserve == 5 and pasta('x', max_forks=1).reserve == 258
+    assert guided('x', outline='', max_new_tokens=10).reserve >= 10 and guided('x', outline='- a', reserve=7).reserve == 7
+    assert guided('x', outline=None).options['outline'] is None
+
+
+def test_outline_room_covers_the_headings(talker, tmp_path):
+    tokenizer = talker[1]
+    (tmp_path / 'o.txt').write_text('\ufeff' + OUTLINE, encoding='utf-8')
+    for outline in (OUTLINE, tmp_path / 'o.txt', ['a', 'b (20)'], '- ä\n- ö\n---\n- 日本\n---\nSo,'):
+        for parallel in (True, False):
+            request = guided('How?', outline=outline, parallel=parallel, heading='*** {topic} ***', point_tokens=4, max_new_tokens=30)
+            r, = engine_of(talker).run(request)
+            assert r.error is None
+            assert len([k for k in r.record.kind if k != 'prompt']) <= request.reserve
+
+
+@pytest.mark.parametrize('parallel', [True, False])
+def test_a_small_pool_changes_no_guided_answer(talker, parallel):
+    "Long headings, little room: the requests wait for each other, and none runs out of slots."
+    outline = '\n'.join(f'- point number {n} of a long and wordy outline' for n in range(6)) + '\n---\nSo,'
+    requests = [guided('How?', outline=outline, parallel=parallel, point_tokens=5, closing_tokens=5, max_new_tokens=36, seed=n, temperature=1.) for n in range(3)]
+    small = dict(slots=640, page_size=16, share_prefix=False)
+    alone = [engine_of(talker, **small).run(replace(r))[0] for r in requests]
+    for a, b in zip(alone, engine_of(talker, **small).run(requests)):
+        assert b.error is None and (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) and a.finish_reason != 'pool_full'
+
+
+def test_guided_honours_stop_texts(talker):
+    "At once, a stop text ends its point; in turn, it ends main and so the answer; in the closing sentence too."
+    tokenizer = talker[1]
+    ask = lambda said, **more: guided('How?', outline='- a\n- b\n---\nSo,', point_tokens=20, script={n: write(tokenizer, t) for n, t in said.items()}, **more)
+    said = {'main': ' well END and more\n', 'fork 1': ' one END two\n', 'fork 2': ' three\n'}
+    r, free = engine_of(talker).run([ask(said, stop='END'), ask(said)], keep_logits=True)
+    assert r.text == '- **a**: one \n\n- **b**: three\n\nSo, well ' and r.finish_reason == 'stop' and deviation(talker[0], r) < 1e-4
+    assert r.threads == {'main': 'stop', 'fork 1': 'stop', 'fork 2': 'end'} and free.threads == {'main': 'end', 'fork 1': 'end', 'fork 2': 'end'}
+    said = {'main': ' one\n two END three\n well'}
+    r, free = engine_of(talker).run([ask(said, parallel=False, stop='END'), ask(said, parallel=False)], keep_logits=True)
+    assert r.text == '- **a**: one\n\n- **b**: two ' and r.finish_reason == 'stop' and deviation(talker[0], r) < 1e-4
+    assert free.text.startswith('- **a**: one\n\n- **b**: two END three\n\nSo, well')
+    said = {'main': ' one\n two\n well END'}
+    r, = engine_of(talker).run(ask(said, parallel=False, stop='END'))
+    assert r.text == '- **a**: one\n\n- **b**: two\n\nSo, well ' and r.finish_reason == 'stop'
+    said = {'main': ' one\n two\n free\n\nEND'}
+    r, = engine_of(talker).run(guided('How?', outline='- a\n- b\n---', parallel=False, stop='\n\n', script={n: write(tokenizer, t) for n, t in said.items()}))
+    assert r.text == '- **a**: one\n\n- **b**: two\n\n free' and r.finish_reason == 'stop'

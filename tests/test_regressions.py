@@ -9,11 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from pasta_lib.engine import Engine, OptionError, Queries, QueryError, ar, replay_deviation, strategy
-from pasta_lib.masks import MaskError, dense_mask
+from pasta_lib.masks import MaskError, block_mask, dense_mask, mask_mod
 from pasta_lib.models import cast, tiny_model
 from pasta_lib.pasta import OutlineError, guided, pasta, read_outline
-from pasta_lib.pool import check_pool
-from pasta_lib.segments import Layout, SegmentTable
+from pasta_lib.pool import Pool, PoolError, PoolFull, check_pool
+from pasta_lib.segments import Layout, SegmentTable, pack
 from pasta_lib.tags import TagVocab, lint_documents, parse
 
 PROMPT = list(range(65, 105))
@@ -165,3 +165,125 @@ def test_spaces_inside_a_topic_cost_linear_time():
 
 def test_lint_survives_a_chat_that_is_no_list():
     assert [f['rule'] for f in lint_documents('{"messages": 5}\n')]
+
+
+# ---- options, seams and files that once failed with a traceback, or silently
+
+@pytest.mark.parametrize('options', [
+    dict(temperature='0.5'), dict(temperature=None), dict(temperature=True), dict(temperature=float('nan')), dict(max_new_tokens=None),
+    dict(max_new_tokens='8'), dict(max_new_tokens=2.5), dict(max_new_tokens=True), dict(max_thread_tokens='3'), dict(top_k=1.5), dict(top_k=None),
+    dict(top_p='all'), dict(top_p=None), dict(stop=5), dict(stop=[5]), dict(stop=['a', '']), dict(stop={1: 2}), dict(processors=len),
+    dict(processors=('x',)), dict(script=['a']), dict(seed='x'), dict(seed=None), dict(reserve='x'), dict(reserve=-1), dict(reserve=1.5)])
+def test_options_of_a_wrong_type(options):
+    with pytest.raises(OptionError, match=next(iter(options))) as e: ar('x', **options)
+    assert '\n' not in str(e.value)
+
+
+def test_options_of_numpy_types_are_fine():
+    np = pytest.importorskip('numpy')
+    model, tok = tiny_model()
+    r, = Engine(model, tok, slots=256).run(ar(PROMPT, max_new_tokens=np.int64(3), temperature=np.float32(.5), top_k=np.int32(5), seed=np.int64(1), stop={'zz'}))
+    assert r.generated_tokens == 3
+
+
+@pytest.mark.parametrize('options', [dict(chunk=0), dict(chunk=None), dict(chunk=1.5), dict(slots=0), dict(slots=-4), dict(slots='64'),
+                                     dict(slots=64.), dict(page_size=0), dict(page_size=None), dict(page_size=True)])
+def test_engine_options_that_make_no_sense(options):
+    with pytest.raises(OptionError, match=next(iter(options))): Engine(*tiny_model(), **options)
+
+
+def test_no_model_and_no_weights():
+    with pytest.raises(OptionError, match='type tuple'): Engine(tiny_model())
+    with pytest.raises(OptionError, match='type str'): Engine('tiny')
+    model, tok = tiny_model()
+    with pytest.raises(OptionError, match='without weights'): Engine(model.to('meta'), tok)
+
+
+@pytest.mark.parametrize('slots', [10**15, 10**17, 10**30])
+def test_a_pool_larger_than_memory(slots):
+    with pytest.raises(PoolError, match='no memory') as e: Engine(*tiny_model(), slots=slots)
+    assert 'GB' in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('sizes', [(1.5, 4), (8, '4'), (None, 4), (0, 4)])
+def test_a_pool_of_no_size(sizes):
+    with pytest.raises(PoolError, match='needs slots'): Pool(1, 1, 1, *sizes)
+
+
+@pytest.mark.parametrize('request_', [ar([65], stop='x'), guided([65], outline='- a')])
+def test_what_needs_a_tokenizer_says_so(request_):
+    engine = Engine(tiny_model()[0], slots=256)
+    bad, good = engine.run([request_, ar([65, 66], max_new_tokens=2, ignore_eos=True)])
+    assert isinstance(bad.error, OptionError) and 'tokenizer' in str(bad.error) and good.generated_tokens == 2 and empty(engine)
+
+
+def snapshot(h):
+    return h.pages.used, list(h.pages.pages), h.pages.owner[:h.pages.used].tolist(), h.pages.position[:h.pages.used].tolist(), dict(h.top), h.visible.tolist()
+
+
+@pytest.mark.parametrize('second', [lambda m: Queries([1], [0], 99), lambda m: Queries([1] * 200, range(200), m), lambda m: Queries([10**6], [0], m),
+                                    lambda m: Queries([1, 2], [0], m), lambda m: Queries([1], [0], m, slots=[5])])
+@pytest.mark.parametrize('first', [lambda m: Queries([7] * 20, range(20, 40), m), lambda m: Queries([7], [20], m, keep=False),
+                                   lambda m: Queries([7, 8], [3, 4], m, slots=[3, 4])])
+def test_a_step_is_all_or_nothing(first, second):
+    model, tok = tiny_model()
+    engine = Engine(model, tok, slots=128, page_size=16)
+    a, b = engine.handle(), engine.handle()
+    main, other = a.open(), b.open()
+    engine.step([(a, Queries(list(range(20)), range(20), main))])
+    before, free = (snapshot(a), snapshot(b)), engine.pool.pages.free
+    with pytest.raises((QueryError, PoolFull)): engine.step([(a, first(main)), (b, second(other))])
+    assert (snapshot(a), snapshot(b)) == before and engine.pool.pages.free == free
+    check_pool(engine.pool)
+    want = Engine(model, tok, slots=128).run(ar(list(range(20)), max_new_tokens=1, ignore_eos=True))[0].token_ids
+    scratch = engine.step([(a, Queries([want[0]], [20], main)), (b, Queries(list(range(20)), range(20), other))])
+    assert int(scratch[1][0].argmax()) == want[0]
+
+
+def test_a_forward_that_fails_gives_slots_back(monkeypatch):
+    engine = Engine(*tiny_model(), slots=128, page_size=16)
+    h = engine.handle()
+    main = h.open()
+    before = snapshot(h)
+    with monkeypatch.context() as m:
+        m.setattr(engine, 'call', lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError): engine.step([(h, Queries([1] * 40, range(40), main))])
+    assert snapshot(h) == before and engine.pool.pages.free == len(engine.pool.pages)
+
+
+def test_threads_of_equal_names_are_all_there():
+    @strategy
+    def twins(h):
+        main = h.line('main')
+        logits = yield h.prompt(main)
+        for n, reason in enumerate(('eos', 'length', 'stop')): h.line('twin', [main.segment], parent=0).info.finish_reason = reason
+        h.line('twin (2)', [main.segment], parent=0).info.finish_reason = 'end'
+
+    r, = Engine(*tiny_model(), slots=256).run(twins(PROMPT))
+    assert r.threads == {'main': 'end', 'twin': 'eos', 'twin (2)': 'length', 'twin (3)': 'stop', 'twin (2) (2)': 'end'}
+
+
+def test_forks_that_were_refused_did_not_run():
+    model, tok = tiny_model()
+    write = lambda text: tok.encode(text, add_special_tokens=False)
+    said = 'A<promise topic="a" tokens="10"/>B<promise topic="b" tokens="10"/>C<promise topic="c" tokens="10"/><sync/>D'
+    script = {'main': write(said) + [tok.eos_token_id], **{f'fork {n}': write('x</async>') for n in (1, 2, 3)}}
+    for most in (0, 1, 3):
+        r, = Engine(model, tok, slots=1024).run(pasta('x', tags='text', script=script, max_forks=most))
+        assert (r.forks, r.refused_forks) == (most, 3 - most) and len(r.threads) == 4
+        assert r.json()['forks'] == most and r.json()['refused_forks'] == 3 - most
+
+
+# ---- masks
+
+def test_masks_of_nothing():
+    nothing = pack([])
+    assert dense_mask(nothing).shape == (0, 0)
+    with pytest.raises(MaskError, match='no tokens'): block_mask(nothing)
+    with pytest.raises(MaskError, match='no tokens'): block_mask([nothing, nothing])
+    for masks in (dense_mask, block_mask, mask_mod):
+        with pytest.raises(MaskError, match='without rows'): masks([])
+    table = SegmentTable()
+    one = Layout([5], [table.open()], [0], [-100], table)
+    with pytest.raises(MaskError, match='blocks of 0'): block_mask(one, block_size=0)
+    assert block_mask(one).to_dense().shape[-1] == 1

@@ -71,7 +71,7 @@ def test_installed_extras():
     extra = lambda name: names(' '.join(r.split(';')[0].replace(' ', '') for r in requires('pasta_lib')
                                         if re.search(rf"extra == ['\"]{name}['\"]", r)))
     assert extra('all') == extra('train') | extra('gemini') | extra('dev')
-    assert extra('train') == {'datasets', 'accelerate', 'peft', 'trl', 'math-verify'}
+    assert extra('train') == {'datasets', 'accelerate', 'peft', 'trl', 'math-verify', 'pyyaml'}
     command, = entry_points(group='console_scripts', name='pasta')
     assert command.value == 'pasta_lib.cli:main'
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from golden_case import (AFTER, OFFSET, PAPER_SYNC_SLOT, PREDICTED, SCRIPT, SYNC_SLOT, TABLE, golden_record, of_record, tuples)
-from pasta_lib.metrics import Words, critical_path, toy_record, written_steps
+from pasta_lib.metrics import MetricError, Words, critical_path, toy_record, written_steps
 from pasta_lib.trace import (TraceError, ascii_interleaving, describe, from_json, html, pieces, print_interleaved, slot_map,
                              slot_owners, timeline, to_json)
 
@@ -205,6 +205,69 @@ def test_json_takes_numpy_and_keeps_texts():
     (lambda t: t.replace('"kind":["prompt",', '"kind":['), 'unequal length')])
 def test_json_that_is_not_a_trace(change, message):
     with pytest.raises(TraceError, match=message): from_json(change(to_json(toy_record([2], prompt=2))))
+
+
+def damaged(path, value):
+    "A trace in which one thing is another."
+    trace = json.loads(to_json(toy_record([2, ('a', 3), 2, '<sync/>', 1], prompt=3)))
+    part, *last = trace, *path
+    for key in path[:-1]: part = part[key]
+    if value is ...: del part[path[-1]]
+    elif callable(value): part[path[-1]] = value(part[path[-1]])
+    else: part[path[-1]] = value
+    return json.dumps(trace)
+
+
+@pytest.mark.parametrize('path, value, field', [
+    (['tokens'], [], 'tokens'), (['threads'], {}, 'threads'), (['segments'], None, 'segments'), (['segments', 'reads'], ..., 'reads in segments'),
+    (['tokens', 'token'], 5, 'tokens.token'), (['tokens', 'slot'], lambda c: c[:-1], 'tokens.slot'), (['segments', 'causal'], lambda c: c[1:], 'segments.causal'),
+    (['tokens', 'thread', 4], 2, 'tokens.thread.4.'), (['tokens', 'thread', 4], -1, 'tokens.thread.4.'), (['tokens', 'step', 3], -1, 'tokens.step.3.'),
+    (['tokens', 'step', 3], 10**9, 'tokens.step.3.'), (['tokens', 'step', 3], '1', 'tokens.step.3.'), (['tokens', 'step', 3], 1.5, 'tokens.step.3.'),
+    (['tokens', 'position', 0], None, 'tokens.position.0.'), (['tokens', 'segment', 0], 99, 'tokens.segment.0.'), (['tokens', 'token', 1], True, 'tokens.token.1.'),
+    (['tokens', 'slot', 1], -2, 'tokens.slot.1.'), (['tokens', 'prob', 1], 'high', 'tokens.prob.1.'), (['tokens', 'kind', 1], 'guess', 'tokens.kind.1.'),
+    (['tokens', 'kind', 1], [], 'tokens.kind.1.'), (['tokens', 'control', 1], 1, 'tokens.control.1.'), (['threads', 0], 'main', 'threads.0.'),
+    (['threads', 1, 'name'], ..., 'name in threads.1.'), (['threads', 1, 'name'], 5, 'threads.1..name'), (['threads', 1, 'segment'], 44, 'threads.1..segment'),
+    (['threads', 1, 'parent'], 1, 'threads.1..parent'), (['threads', 1, 'parent'], 'main', 'threads.1..parent'), (['threads', 1, 'at'], 10**6, 'threads.1..at'),
+    (['threads', 1, 'joined'], -3, 'threads.1..joined'), (['threads', 1, 'predicted'], 'long', 'threads.1..predicted'), (['threads', 1, 'colour'], 5, 'threads.1..colour'),
+    (['threads', 1, 'trim'], True, 'threads.1..trim'), (['segments', 'names', 0], 5, 'segments.names.0.'), (['segments', 'parents', 1], [7], 'segments.parents.1.'),
+    (['segments', 'parents', 1], 0, 'segments.parents.1.'), (['segments', 'causal', 0], 'yes', 'segments.causal.0.'), (['segments', 'reads', 0], [0, 1], 'segments.reads.0.'),
+    (['seconds'], 5, 'seconds'), (['seconds', 0], 'x', 'seconds'), (['prefill_seconds'], 'x', 'prefill_seconds')])
+def test_damage_is_named(path, value, field):
+    with pytest.raises(TraceError, match=field) as e: from_json(damaged(path, value))
+    assert '\n' not in str(e.value)
+
+
+def test_a_fork_of_itself_is_damage():
+    record = toy_record([2, ('a', 3), 2, '<sync/>', 1], prompt=3)
+    with pytest.raises(TraceError, match='threads.1..at'): from_json(damaged(['threads', 1, 'at'], record.thread.index(1)))
+
+
+@pytest.mark.parametrize('text', [5, None, b'\xff', '[' * 100_000])
+def test_what_is_not_json(text):
+    with pytest.raises(TraceError, match='not JSON'): from_json(text)
+
+
+def leaves(value, path=()):
+    if isinstance(value, dict): pairs = value.items()
+    elif isinstance(value, list): pairs = enumerate(value)
+    else: pairs = ()
+    for key, inner in pairs:
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+WHOLE = json.loads(to_json(toy_record([2, ('a', 3), 2, '<sync/>', 1], prompt=3)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(list(leaves(WHOLE))), st.sampled_from([..., None, -1, 0, 3, 10**12, 1.5, 'x', True, [], {}, [0], [[0]], float('inf')]))
+def test_a_mutated_trace_is_read_or_refused(path, value):
+    "Whatever one change makes of a trace: an error of ours, or a record that every view can show."
+    try: record = from_json(damaged(path, value))
+    except TraceError: return
+    assert to_json(record) and ascii_interleaving(record)
+    try: assert describe(record)
+    except MetricError as e: assert 'wait for each other' in str(e)         # a join before its fork's end
 
 
 # ---- the page
