@@ -7,8 +7,9 @@ __all__ = ['NAME', 'LOCKS', 'Queries', 'QueryError', 'Cancelled', 'OptionError',
            'check_queries', 'erase', 'Read', 'Step', 'pool_attention', 'folds', 'attend', 'register_attention',
            'PackedLinears', 'one_operation', 'packed_forwards', 'position_limit', 'Engine', 'bucket', 'CompiledStep',
            'uniform', 'Sampling', 'draw', 'nucleus', 'Line', 'Decoding', 'eos_ids', 'push', 'leave', 'feed', 'pick',
-           'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer', 'prompt_ids',
-           'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay', 'replay_deviation']
+           'probabilities', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer',
+           'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay',
+           'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, threading, time, weakref
@@ -715,19 +716,25 @@ def pick(h: Decoding, lines: Sequence[Line], logits: torch.Tensor) -> list[int |
     """Each line's next token from its row of logits (lines, V); None once the request has had its `max_new_tokens`.
     Sets a line's `finish_reason` where the token ends it: eos, stop or length."""
     tokens = _choose(h, lines, logits)
+    probs = probabilities(logits, tokens) if h.sampling.probabilities else [math.nan] * len(tokens)
     for n, (line, token) in enumerate(zip(lines, tokens)):
         if h.total >= h.sampling.max_new_tokens:
             line.info.finish_reason, tokens[n] = line.info.finish_reason or 'length', None
             continue
         h.total, line.sampled = h.total + 1, line.sampled + 1
         line.ids.append(token)
-        line.prob = float(logits[n].float().softmax(-1)[token]) if h.sampling.probabilities else math.nan
+        line.prob = probs[n]
         if token in h.eos: line.info.finish_reason = 'eos'
         elif stopped(h, line, token): line.info.finish_reason = 'stop'
         elif h.total >= h.sampling.max_new_tokens or line.sampled == line.limit: line.info.finish_reason = 'length'
     return tokens
 
 # %% ../nbs/12_engine.ipynb #12engine-048
+def probabilities(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+    "The probability of one token in each row of logits (rows, V)."
+    rows = logits.float()
+    return (rows[range(len(tokens)), tokens] - rows.logsumexp(-1)).exp().tolist()
+
 def _choose(h: Decoding, lines, logits) -> list[int]:
     "Scripted tokens where there is a script; else drawn, each from its own number."
     s = h.sampling
