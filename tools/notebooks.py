@@ -6,7 +6,7 @@
     python tools/notebooks.py export [--check]  notebooks -> modules, README.md, sidebar; --check: fail if that changed a file
     python tools/notebooks.py list              the notebooks in reading order
 """
-import argparse, ast, json, os, re, shutil, subprocess, sys, time
+import argparse, ast, concurrent.futures, functools, json, os, re, shutil, subprocess, sys, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,11 +186,14 @@ def run(path: Path, save: bool, limit: float) -> bool:
     print(f'{path.name:28} {seconds:6.1f} s {size:6.0f} KB{note}', flush=True)
     return not (late or large)
 
-def run_all(names, save: bool, limit: float) -> int:
-    "Run notebooks in reading order (index last: it may show what they made)."
+def run_all(names, save: bool, limit: float, workers: int = 1) -> int:
+    "Run notebooks in reading order (index last: it may show what they made), several at a time if asked."
     environment()
+    if workers > 1: os.environ['OMP_NUM_THREADS'] = '1'
     paths = sorted(notebooks(names), key=lambda p: p.stem == 'index')
-    failed = [p.name for p in paths if not run(p, save, limit)]
+    one = functools.partial(run, save=save, limit=limit)
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool: good = list(pool.map(one, paths))
+    failed = [p.name for p, ok in zip(paths, good) if not ok]
     if failed: print(f'{len(failed)} of {len(paths)} notebooks need attention: {", ".join(failed)}')
     else: print(f'{len(paths)} notebooks ran')
     return bool(failed)
@@ -244,8 +247,9 @@ def main() -> int:
     parser.add_argument('names', nargs='*', help='notebooks, by path, file name or number; all if none is given')
     parser.add_argument('--check', action='store_true', help='export: exit 1 if a file changed')
     parser.add_argument('--seconds', type=float, default=SECONDS, help='run, test: the longest that a notebook may take')
+    parser.add_argument('--workers', type=int, default=1, help='run, test: so many notebooks at a time (their times suffer)')
     args = parser.parse_args()
-    if args.what in ('run', 'test'): return run_all(args.names, args.what == 'run', args.seconds)
+    if args.what in ('run', 'test'): return run_all(args.names, args.what == 'run', args.seconds, args.workers)
     if args.what == 'export': return export(args.check)
     if args.what == 'list':
         for path in notebooks(): print(f'{path.name:28} {exports_to(path) or "-":16} {title(path)}')
