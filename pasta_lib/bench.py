@@ -366,7 +366,7 @@ def burst_ms(engine: Engine, prompt: list[int], threads: int, tokens: int) -> di
     total = threads * tokens + 1
     r, = run_all(engine, [burst(prompt, threads=threads, tokens=tokens, max_new_tokens=total, ignore_eos=True)])
     model, sampling = r.counts['model'], r.counts['sampling']
-    parts = dict(step=r.seconds, outside=max(0.0, r.seconds - model - sampling), sampling=sampling)
+    parts = dict(step=r.seconds, outside=max(1e-6, r.seconds - model - sampling), sampling=sampling)
     return {k: 1000 * v / r.forwards for k, v in parts.items()}
 
 def thread_rows(b: Bench) -> Iterator[dict]:
