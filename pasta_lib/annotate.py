@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['SOURCES', 'KEPT', 'ITEM', 'HEAD', 'BOLD', 'LEAD', 'HEADING', 'CLOSERS', 'OPENERS', 'ONE_OF', 'KINDS', 'MULTI',
            'REFUSALS', 'PROMPTS', 'THEN', 'START', 'SMALL', 'THRESHOLD', 'INSTRUCTION', 'verify', 'response_of',
-           'annotated', 'Line', 'read_line', 'read_lines', 'split_block', 'clean', 'Item', 'make_item', 'last_line',
-           'count_paragraphs', 'items_at', 'numbered', 'bulleted', 'find_lists', 'find_inline', 'find_sections',
-           'empty', 'alike', 'find_paragraphs', 'find_parts', 'refusal', 'in_sequence', 'is_heading', 'weave',
-           'short_words', 'topic_of', 'topics_of', 'block_length', 'counter', 'repeats', 'Structural', 'annotate',
-           'hidden_layout', 'visible_layout', 'announced', 'measured_parts', 'token_costs', 'chunk_costs', 'dependence',
-           'area_under_curve', 'draw_dependence', 'keep_only', 'tidy', 'Likelihood', 'load_demonstrations',
-           'GeminiError', 'RateLimit', 'asked_wait', 'transient_errors', 'GeminiClient', 'google_protocol',
-           'reply_text', 'carry_over', 'Gemini', 'unfenced']
+           'readable', 'annotated', 'Line', 'read_line', 'read_lines', 'split_block', 'clean', 'Item', 'make_item',
+           'last_line', 'count_paragraphs', 'items_at', 'numbered', 'bulleted', 'find_lists', 'find_inline',
+           'find_sections', 'empty', 'alike', 'find_paragraphs', 'find_parts', 'refusal', 'in_sequence', 'is_heading',
+           'weave', 'short_words', 'topic_of', 'topics_of', 'block_length', 'counter', 'repeats', 'Structural',
+           'annotate', 'hidden_layout', 'visible_layout', 'announced', 'measured_parts', 'token_costs', 'chunk_costs',
+           'dependence', 'area_under_curve', 'draw_dependence', 'keep_only', 'tidy', 'Likelihood',
+           'load_demonstrations', 'GeminiError', 'RateLimit', 'asked_wait', 'transient_errors', 'GeminiClient',
+           'google_protocol', 'reply_text', 'carry_over', 'Gemini', 'unfenced']
 
 # %% ../nbs/42_annotate.ipynb #42annotate-003
 import hashlib, json, os, random, re, threading, time
@@ -54,6 +54,14 @@ def response_of(row: dict) -> str:
     found = next((row[name] for name in SOURCES if isinstance(row.get(name), str) and row[name].strip()), None)
     if found is None: raise Drop('no response', f'none of {", ".join(SOURCES)} has words')
     return found
+
+def readable(row: dict) -> dict:
+    "The row, if its texts are texts; else raises `Drop`: for a prompt of another type, or half a surrogate pair."
+    prompt = '' if row.get('prompt') is None else row['prompt']
+    if not isinstance(prompt, str): raise Drop('prompt is no text', f'it is of type {type(prompt).__name__}')
+    texts = [prompt, *(row[name] for name in SOURCES if isinstance(row.get(name), str))]
+    if re.search('[\ud800-\udfff]', ' '.join(texts)): raise Drop('half a character', 'a surrogate without its other half')
+    return row
 
 def annotated(row: dict, nodes: list, annotator: str, reason: str = '', **more) -> dict:
     "The annotated row that a document's nodes make, verified. `reason`: why there is no block, if there is none."
@@ -344,13 +352,14 @@ class Structural:
 
 # %% ../nbs/42_annotate.ipynb #42annotate-041
 def annotate(rows: Iterable[dict], annotator: Callable[[dict], dict], out: str | Path, shard: str = '1/1', workers: int = 1,
-             key: str | Sequence[str] = 'id', progress: bool = True) -> JobReport:
+             key: str | Sequence[str] = 'id', progress: bool = True, made_by: dict | None = None) -> JobReport:
     """Annotate and verify rows, and append them to the JSONL file `out`; rows that are in it already are skipped.
 
     `workers`: threads (for annotators that wait for a network). `key`: the fields by which a row is known, for instance
-    ('id', 'sample') for several answers to one prompt. Dropped rows stand in OUT.dropped.jsonl with their reasons."""
-    work = each(lambda row: verify(annotator(row)), workers)
-    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='annotate')
+    ('id', 'sample') for several answers to one prompt. Dropped rows stand in OUT.dropped.jsonl with their reasons.
+    `made_by`: the annotator's settings, noted in every row; a file whose rows say something else is refused."""
+    work = each(lambda row: verify(annotator(readable(row))), workers)
+    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='annotate', made_by=made_by)
 
 # %% ../nbs/42_annotate.ipynb #42annotate-044
 def hidden_layout(prompt_ids: Sequence[int], parts: Iterable[tuple[str, Sequence[int]]]) -> Layout:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, zip_longest
 import numpy as np
 from .core import PastaError
-from .engine import Decoding, Line, OptionError, Queries, feed, pick, push, strategy
+from .engine import Decoding, Line, OptionError, Queries, _whole, feed, pick, push, strategy
 from .models import StreamDecoder, chat_ids, literal_ids
 from .segments import IGNORE, Layout, LayoutBuilder, thread_labels
 
@@ -259,12 +259,14 @@ def sot(h: Decoding, router: str | Callable = 'always', prompts: Prompts = Promp
     """Skeleton-of-Thought (Ning et al., 2024): an outline, then all its points at once. `router`: 'always', 'model', or
     a function of the question; where it says no, an ordinary answer. `fallback`, for an outline without points: 'ar' or
     'outline'. Lengths are in tokens. Points' prompts take room in the pool: raise `reserve` where it is crowded."""
-    limits = [n for n in (max_points, outline_tokens, point_tokens) if n is not None]
+    limits = dict(max_points=max_points, outline_tokens=outline_tokens)
+    if point_tokens is not None: limits['point_tokens'] = point_tokens
     def need(ok, what, fix):
         if not ok: raise OptionError(what, fix=fix)
     need(router in ('always', 'model') or callable(router), f'router={router!r}', 'always, model or a function')
     need(fallback in ('ar', 'outline'), f'fallback={fallback!r}', 'ar or outline')
-    need(min(limits) >= 1, f'a limit of {min(limits)}', 'at least 1')
+    need(isinstance(prompts, Prompts), f'prompts of type {type(prompts).__name__}', 'Prompts(…)')
+    for name, n in limits.items(): need(_whole(n), f'{name}={n!r}', 'a whole number, at least 1')
     h.counts |= dict(routed='sot', probability=None, points=[], left_out=0, fallback=None)
     talk = Talk(h, prompts)
     if not (yield from talk.suits(router)):
@@ -332,7 +334,8 @@ Family.turn = _turn
 def apar(h: Decoding, max_forks: int = 16, depth: int = 1):
     """Auto-parallel auto-regressive decoding (Liu et al., 2024): a child per `[Fork]`, no join. `depth`: how deep forks
     may nest (1: only main forks). A fork beyond a limit gets no child and is reported as `max_forks`."""
-    if max_forks < 0 or depth < 0: raise OptionError(f'max_forks={max_forks}, depth={depth}', fix='0 or more')
+    for name, n in (('max_forks', max_forks), ('depth', depth)):
+        if not _whole(n, 0): raise OptionError(f'{name}={n!r}', fix='a whole number, 0 or more')
     family = Family(h, max_forks, depth)
     live = [family.main]
     logits = yield h.prompt(family.main)

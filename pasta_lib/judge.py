@@ -12,6 +12,7 @@ __all__ = ['QUESTION', 'LEAD', 'SPOILS', 'INSTRUCTION', 'VERDICT', 'JudgeError',
 # %% ../nbs/43_judge.ipynb #43judge-003
 import copy, json, math, random, re
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Callable, Iterable, Sequence
 
 import torch
@@ -36,6 +37,11 @@ class Judgement:
     order: str = 'ab'                          # how the judge saw them: 'ba' if b came first
     note: str = ''                             # what the reader should know: 'empty', 'cut to 200 tokens', …
 
+    def __post_init__(self):
+        if self.winner not in ('a', 'b', 'tie'): raise JudgeError(f'no winner {self.winner!r}', fix='a, b or tie')
+        if not isinstance(self.confidence, Real) or not 0 <= self.confidence <= 1:
+            raise JudgeError(f'a confidence of {self.confidence!r}', fix='give a number from 0 to 1')
+
     def __float__(self) -> float: return dict(a=1., b=-1., tie=0.)[self.winner] * self.confidence
     @property
     def preference(self) -> float: return float(self)
@@ -54,8 +60,16 @@ class Judge:
     def __call__(self, prompt: str, a: str, b: str) -> Judgement: return self.many([(prompt, a, b)])[0]
 
 # %% ../nbs/43_judge.ipynb #43judge-012
+def _check_texts(*texts: str, encode: bool = False):
+    "`JudgeError` unless all are texts; with `encode`, texts that a tokenizer can read: no half of a surrogate pair."
+    for text in texts:
+        if not isinstance(text, str): raise JudgeError(f'a {type(text).__name__} as prompt or answer', repr(text)[:60], 'give texts')
+        if encode and re.search('[\ud800-\udfff]', text):
+            raise JudgeError('half a surrogate pair', ascii(text)[:60], 'leave the row out, or repair its text')
+
 def settled(a: str, b: str) -> Judgement | None:
     "The judgement that needs no judge: same answers tie, an empty one loses; else None."
+    _check_texts(a, b)
     a, b = a.strip(), b.strip()
     if a == b: return Judgement('tie', note='same' if a else 'both empty')
     if not (a and b): return Judgement('a' if a else 'b', note='empty')
@@ -85,9 +99,16 @@ class ExactJudge(Judge):
         self.references, self.check = references, check
 
     def __call__(self, prompt, a, b):
-        if prompt not in self.references: raise JudgeError('no reference', repr(prompt[:60]), 'give one per prompt')
-        better = float(self.check(a, self.references[prompt])) - float(self.check(b, self.references[prompt]))
+        if prompt not in self.references: raise JudgeError('no reference', repr(prompt)[:60], 'give one per prompt')
+        better = self.grade(prompt, a) - self.grade(prompt, b)
         return Judgement('a' if better > 0 else 'b' if better < 0 else 'tie', min(1., abs(better)) if better else 1.)
+
+    def grade(self, prompt: str, answer: str) -> float:
+        "What the check gives, as a finite number."
+        try: found = float(self.check(answer, self.references[prompt]))
+        except (TypeError, ValueError): found = math.nan
+        if math.isfinite(found): return found
+        raise JudgeError('a grade that is not a finite number', repr(prompt[:60]), 'the check gives True, False or 0..1')
 
 # %% ../nbs/43_judge.ipynb #43judge-018
 QUESTION = '''Below are an instruction and two answers to it, A and B. Decide which answer is better. A good answer \
@@ -148,6 +169,7 @@ class LocalJudge(Judge):
         "The question as token ids, and a note if answers were cut."
         def asked(a, b):
             return chat_ids(self.tokenizer, fill(self.question, prompt=prompt, a=a, b=b)) + self.lead_ids
+        _check_texts(prompt, a, b, encode=True)
         a, b, note = cut_fairly(self.tokenizer, a, b, max(16, self.max_tokens - len(asked('', '')) - 8))
         return asked(a, b), note
 
@@ -211,6 +233,7 @@ class LikelihoodJudge(Judge):
 
     def parts(self, asked: Sequence[tuple[str, str]]) -> list[tuple[float, float, float]]:
         "Gain, ending and flow of each (prompt, answer); the gain is over what `blank`, a prompt about nothing, tells."
+        _check_texts(*(text for one in asked for text in one), encode=True)
         alone = [(self.blank, answer) for _, answer in asked]
         logps = answer_logps(self.model, self.tokenizer, [*asked, *alone], self.most)
         return [(float((k - b)[:-1].sum()), float(k[-1]), float(k[:-1].sum()) / max(1, len(k) - 1))
@@ -221,6 +244,7 @@ class LikelihoodJudge(Judge):
         return [gain + self.ending * ending + self.flow * flow for gain, ending, flow in self.parts(asked)]
 
     def many(self, asked):
+        _check_texts(*(text for one in asked for text in one))
         texts = list(dict.fromkeys((p, text) for p, a, b in asked for text in (a, b)))       # each is read once
         score = dict(zip(texts, self.scores(texts)))
         return [_from_odds(self.sharpness * (score[p, a] - score[p, b])) for p, a, b in asked]
@@ -278,6 +302,7 @@ def _mean(values) -> float: return float(sum(values) / len(values))
 # %% ../nbs/43_judge.ipynb #43judge-039
 def worth_table(worths: dict[str, Worth]) -> str:
     "One line per judge: % right by kind of fault and over all (with its interval), % steady, % won by the first place."
+    if not worths: raise JudgeError('a table of no judges', fix='give at least one')
     rows = [['judge', *next(iter(worths.values())).right, 'interval', 'steady', 'first']]
     for name, w in worths.items():
         found = [f'{e.value:.0f}' for e in w.right.values()]
@@ -292,6 +317,7 @@ def draw_orders(worths: dict[str, Worth], axes=None):
     "Per judge: preference for the good answer shown first (x) and second (y), a point per pair. Returns the axes."
     import matplotlib.pyplot as plt
     import seaborn as sns
+    if not worths: raise JudgeError('a picture of no judges', fix='give at least one')
     size = dict(figsize=(3.1 * len(worths), 3.3), layout='constrained', sharey=True, squeeze=False)
     if axes is None: _, axes = plt.subplots(1, len(worths), **size)
     axes = list(getattr(axes, 'flat', axes))
@@ -363,11 +389,19 @@ def score(speedup: float, quality: float, lam: float) -> float:
     return float(quality) if math.isinf(lam) else float(speedup + lam * quality)
 
 # %% ../nbs/43_judge.ipynb #43judge-051
+def _field(sample: dict, key: str, kind: type = object):
+    "A field of a sample, or a `JudgeError` that names it."
+    value = sample.get(key) if isinstance(sample, dict) else None
+    if value is not None and isinstance(value, kind) and not isinstance(value, bool): return value
+    row = sample if isinstance(sample, dict) else {}
+    raise JudgeError(f'a sample whose {key} is {value!r}', f'prompt {row.get("id")}, sample {row.get("sample")}', 'score it first')
+
 def best_and_worst(samples: Sequence[dict], lam: float) -> tuple[dict, dict]:
     """The samples with the highest and the lowest score, from dicts with `speedup` and `quality`; the earlier of equals.
 
     `Drop` if there are fewer than two, or all score the same."""
-    scores = [score(s['speedup'], s['quality'], lam) for s in samples]
+    if not isinstance(lam, Real): raise JudgeError(f'λ is {lam!r}', fix='give a number; math.inf for quality alone')
+    scores = [score(_field(s, 'speedup', Real), _field(s, 'quality', Real), lam) for s in samples]
     if not all(map(math.isfinite, scores)): raise JudgeError('a score that is not a finite number', str(scores))
     if len(samples) < 2: raise Drop('fewer than two samples')
     if math.isclose(max(scores), min(scores), rel_tol=1e-9): raise Drop('all samples score the same', f'{scores[0]:g}')
@@ -376,6 +410,7 @@ def best_and_worst(samples: Sequence[dict], lam: float) -> tuple[dict, dict]:
 def pair_row(samples: Sequence[dict], lam: float) -> dict:
     "The pair row of one prompt's scored answer rows: chosen and rejected as tagged text, and both scores."
     best, worst = best_and_worst(samples, lam)
-    return dict(id=best['id'], prompt=best['prompt'], chosen=best['tagged_text'], rejected=worst['tagged_text'],
+    return dict(id=_field(best, 'id'), prompt=_field(best, 'prompt'), chosen=_field(best, 'tagged_text'),
+                rejected=_field(worst, 'tagged_text'),
                 scores=[score(s['speedup'], s['quality'], lam) for s in (best, worst)],
-                samples=[best['sample'], worst['sample']])
+                samples=[_field(best, 'sample'), _field(worst, 'sample')])

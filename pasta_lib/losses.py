@@ -8,6 +8,7 @@ __all__ = ['LossError', 'token_logps', 'sft_loss', 'sequence_logps', 'owners', '
            'draw_policies']
 
 # %% ../nbs/40_losses.ipynb #40losses-003
+from numbers import Integral
 from typing import Callable, Sequence
 
 import torch
@@ -52,6 +53,7 @@ def _labelled(labels: Tensor) -> Tensor: return (labels != IGNORE).nonzero().squ
 
 def _check(logits: Tensor, labels: Tensor):
     "Shapes that fit, and labels that are tokens."
+    if labels.dtype != torch.long: raise LossError(f'labels of type {labels.dtype}', fix='labels are token ids: torch.long')
     if logits.shape[:-1] != labels.shape:
         raise LossError(f'labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}',
                         fix='labels have the shape of the logits without the last dimension')
@@ -72,6 +74,8 @@ def token_logps(logits: Tensor, labels: Tensor) -> Tensor:
 def sft_loss(logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Tensor:
     """Mean of −log p(label) over the labelled places, a scalar; 0 if there are none. `num_items`: labels in the whole
     step, when logits (…, V) and labels (…), already shifted, are only a part of it: the parts' losses then add up."""
+    if num_items is not None and not num_items > 0:
+        raise LossError(f'a mean over {num_items} labels', fix='num_items counts the labels of the whole step')
     count = (labels != IGNORE).sum().clamp(min=1) if num_items is None else num_items
     return -token_logps(logits, labels).sum() / count
 
@@ -80,21 +84,25 @@ def sequence_logps(logits: Tensor, labels: Tensor, owner: Tensor | None = None, 
     """Summed log p(label) of each answer: logits (B, N, V), labels (B, N) -> (B,).
 
     With `owner` (B, N), numbers from 0 (-1: nobody), the sums are per owner over all rows: (count,); `count` defaults
-    to the highest owner + 1. Sums, never means: see below. `LossError` if an owner has no place."""
+    to the highest owner + 1. Sums, never means: see below. `LossError` if an owner is none of the answers."""
     logps = token_logps(logits, labels)                                        # (B, N)
     if owner is None: return logps.sum(-1)
-    most = int(owner.max()) if owner.numel() else -1
+    if owner.dtype != torch.long: raise LossError(f'owners of type {owner.dtype}', fix='owners are numbers: torch.long')
+    least, most = (int(owner.min()), int(owner.max())) if owner.numel() else (-1, -1)
     count = most + 1 if count is None else count
-    if owner.shape != labels.shape or most >= count:
-        raise LossError(f'owners of shape {tuple(owner.shape)}, up to {most}',
-                        f'labels of shape {tuple(labels.shape)}, {count} answers')
+    if owner.shape != labels.shape or most >= count or least < -1:
+        raise LossError(f'owners of shape {tuple(owner.shape)}, from {least} up to {most}',
+                        f'labels of shape {tuple(labels.shape)}, {count} answers', 'number the answers from 0; -1 is nobody')
     sums = logps.new_zeros(count + 1)                                          # the last one is nobody's
     return sums.index_add(0, owner.reshape(-1) % (count + 1), logps.reshape(-1))[:count]
 
 # %% ../nbs/40_losses.ipynb #40losses-020
 def owners(lengths: Sequence[int], total: int | None = None, first: int = 0) -> Tensor:
     "The owner of each token in a row packed from pieces of these lengths: `first` and up; -1 for padding to `total`."
-    ids = torch.arange(first, first + len(lengths)).repeat_interleave(torch.tensor(list(lengths), dtype=torch.long))
+    counts = torch.tensor(list(lengths), dtype=None if len(lengths) else torch.long)
+    if counts.is_floating_point() or counts.dtype == torch.bool or (counts < 0).any():
+        raise LossError(f'lengths {list(lengths)[:9]}', fix='a length is a whole number, 0 or more')
+    ids = torch.arange(first, first + len(lengths)).repeat_interleave(counts.long())
     room = (len(ids) if total is None else total) - len(ids)
     if room < 0: raise LossError(f'{len(ids)} tokens do not fit in a row of {total}', fix='pack fewer')
     return torch.cat([ids, ids.new_full((room,), -1)])
@@ -102,7 +110,7 @@ def owners(lengths: Sequence[int], total: int | None = None, first: int = 0) -> 
 # %% ../nbs/40_losses.ipynb #40losses-024
 def best_of_n_margin(n: int) -> float:
     "The gap between best and worst of n that best-of-n reaches on average: (n−1)·(1 + … + 1/(n−1)). Source: Gui et al."
-    if n < 2: raise LossError(f'the best of {n}', fix='n is at least 2')
+    if not isinstance(n, Integral) or n < 2: raise LossError(f'the best of {n}', fix='n is at least 2, and whole')
     return (n - 1) * sum(1 / k for k in range(1, n))
 
 def best_of_n_beta(n: int) -> float:
@@ -112,6 +120,8 @@ def best_of_n_beta(n: int) -> float:
 # %% ../nbs/40_losses.ipynb #40losses-029
 def preference_gap(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
     "What the policy has gained on the chosen answer against the rejected, from summed log-probabilities: (P,) each."
+    shapes = [tuple(x.shape) for x in (chosen, rejected, ref_chosen, ref_rejected)]
+    if len(set(shapes)) > 1: raise LossError(f'pairs of shapes {shapes}', fix='give four values for each pair')
     return (chosen - rejected) - (ref_chosen - ref_rejected)
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, margin: float) -> Tensor:

@@ -13,6 +13,7 @@ __all__ = ['MetricError', 'Words', 'toy_record', 'Link', 'Leg', 'CriticalPath', 
 import math, re
 from collections import Counter
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
@@ -416,18 +417,34 @@ class Estimate:
 def interval(statistic: Callable, *columns: Sequence, draws: int = 1000, seed: int = 0, level: float = .95) -> Estimate:
     """`statistic(*columns)` and its bootstrap interval: rows drawn with replacement, the same rows of every column.
 
-    Same seed, same interval. `MetricError` if there are no rows, or columns differ in length."""
-    columns = [np.asarray(c, dtype=float) for c in columns]
-    lengths, n = [len(c) for c in columns], len(columns[0])
+    Same seed, same interval. `MetricError` if there are no rows, a number isn't finite, or columns differ in length."""
+    if not isinstance(draws, Integral) or draws < 1: raise MetricError(f'draws={draws!r}', fix='draw once at least')
+    if not isinstance(level, Real) or not 0 <= level <= 1: raise MetricError(f'level={level!r}', fix='give a share, 0 to 1')
+    columns = [_finite(c, f'column {k}') for k, c in enumerate(columns)]
+    lengths, n = [len(c) for c in columns], max(map(len, columns), default=0)
     if set(lengths) != {n} or not n: raise MetricError('an interval needs rows, as many in each column', f'{lengths}')
     rows = np.random.default_rng(seed).integers(n, size=(draws, n))
     low, high = np.quantile([statistic(*(c[at] for c in columns)) for at in rows], [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(statistic(*columns)), float(low), float(high))
 
 # %% ../nbs/44_metrics.ipynb #44metrics-102
+def _numbers(values: Iterable[float], what: str) -> np.ndarray:
+    "The values as numbers (n,), or a `MetricError`: texts, None, rows of rows."
+    try: found = np.asarray(values if hasattr(values, '__array__') else list(values))
+    except (TypeError, ValueError): found = np.asarray(None)               # nothing to go through, or ragged
+    if found.ndim == 1 and found.dtype.kind in 'biuf': return found.astype(float)
+    raise MetricError(f'{what} that are not numbers', fix='give one number for each row')
+
+def _finite(values: Iterable[float], what: str) -> np.ndarray:
+    "The same, none of them infinite or nan."
+    found = _numbers(values, what)
+    bad = ~np.isfinite(found)
+    if not bad.any(): return found
+    raise MetricError(f'{what} with {found[bad][0]:g}', f'row {bad.argmax()}', 'give finite numbers')
+
 def _preferences(values: Iterable[float]) -> np.ndarray:
     "Preferences as an array, or a `MetricError`: none, or one outside 0..1."
-    p = np.asarray(list(values), dtype=float)
+    p = _numbers(values, 'preferences')
     if not len(p): raise MetricError('a win rate of no preferences', fix='give at least one')
     bad = ~((p >= 0) & (p <= 1))
     if not bad.any(): return p
@@ -459,9 +476,15 @@ def fit_logistic(x: np.ndarray, y: np.ndarray, ridge: float = 1e-6) -> np.ndarra
     return w
 
 # %% ../nbs/44_metrics.ipynb #44metrics-106
-def _length_term(lengths_model, lengths_reference) -> np.ndarray:
+def _beside(values, preferences: np.ndarray, what: str) -> np.ndarray:
+    "A finite number for each preference, or a `MetricError`."
+    found = _finite(values, what)
+    if len(found) == len(preferences): return found
+    raise MetricError(f'{len(found)} {what} for {len(preferences)} preferences', fix='give one for each')
+
+def _length_term(lengths_model, lengths_reference, preferences: np.ndarray) -> np.ndarray:
     "tanh(Δ/σ) per row; 0 where all differences are the same, since nothing can be learned from them."
-    delta = np.asarray(lengths_model, dtype=float) - np.asarray(lengths_reference, dtype=float)
+    delta = _beside(lengths_model, preferences, 'lengths') - _beside(lengths_reference, preferences, 'lengths of references')
     spread = delta.std()
     return np.tanh(delta / spread) if spread > 1e-9 * abs(delta).max() else np.zeros(len(delta))
 
@@ -469,10 +492,11 @@ def length_controlled_win_rate(preferences: Iterable[float], lengths_model: Sequ
                                lengths_reference: Sequence[float], difficulty: Sequence[float] | None = None) -> float:
     """Percent: the win rate that a logistic model expects at equal lengths. `difficulty`: one more column of the model.
 
-    Always finite: a small ridge bounds the weights when one side wins everything. Source: Dubois et al."""
-    p, length = _preferences(preferences), _length_term(lengths_model, lengths_reference)
-    kept = np.stack([np.ones(len(p))] + ([] if difficulty is None else [np.asarray(difficulty, dtype=float)]), 1)
-    if len(length) != len(p): raise MetricError(f'{len(length)} lengths for {len(p)} preferences')
+    Always finite: a small ridge bounds the weights when one side wins everything. `MetricError` unless every row has
+    finite numbers. Source: Dubois et al."""
+    p = _preferences(preferences)
+    length = _length_term(lengths_model, lengths_reference, p)
+    kept = np.stack([np.ones(len(p))] + ([] if difficulty is None else [_beside(difficulty, p, 'difficulties')]), 1)
     weights = fit_logistic(np.column_stack([kept, length]), p)
     return float(100 * _sigmoid(kept @ weights[:-1]).mean())
 
@@ -481,8 +505,9 @@ def draw_length_control(preferences, lengths_model, lengths_reference, ax=None):
     "Preference against difference in length: means of ten bins, the fitted curve, both win rates. Returns the axes."
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots(figsize=(8, 3.2), layout='constrained')[1]
-    p, delta = _preferences(preferences), np.subtract(lengths_model, lengths_reference, dtype=float)
-    term, order = _length_term(lengths_model, lengths_reference), np.argsort(delta)
+    p = _preferences(preferences)
+    term, delta = _length_term(lengths_model, lengths_reference, p), np.subtract(lengths_model, lengths_reference, dtype=float)
+    order = np.argsort(delta)
     weights = fit_logistic(np.column_stack([np.ones(len(p)), term]), p)
     bins = np.array_split(order, min(10, len(p)))
     ax.plot(delta[order], 100 * _sigmoid(weights[0] + weights[1] * term[order]), color='#4878a8', lw=2, label='fitted')

@@ -87,7 +87,7 @@ def read_settings(folder) -> Settings:
     try: found = json.loads(path.read_text(encoding='utf-8'))
     except ValueError as e: raise SettingsError('settings that are not JSON', f'{path}: {e}', 'save it again') from e
     if not isinstance(found, dict): raise SettingsError('settings that are no JSON object', str(path), 'save it again')
-    return Settings(**_known(found, str(path)))
+    return Settings(**_checked(found, str(path)))
 
 def _write_settings(folder, settings: Settings):
     text = json.dumps(asdict(settings), indent=1, ensure_ascii=False)
@@ -97,6 +97,22 @@ def _known(settings: dict, where: str | None = None) -> dict:
     names = [f.name for f in fields(Settings)]
     for key in settings:
         if key not in names: raise SettingsError(f'no such setting: {key}', where, f'one of {", ".join(names)}')
+    return settings
+
+_POSSIBLE = dict(                           # setting: (may it have this value?, what it may have)
+    tags=(lambda v: v in ('compact', 'minimal'), 'compact or minimal'),
+    positions=(lambda v: v in ('predicted', 'constant', 'oracle'), 'predicted, constant or oracle'),
+    registers=(lambda v: type(v) is int and v >= 0, 'a whole number, 0 or more'),
+    block_size=(lambda v: type(v) is int and v >= 1, 'a whole number, at least 1'),
+    base=(lambda v: isinstance(v, str), 'the name or the folder of a model'),
+    tokens=(lambda v: isinstance(v, list) and all(isinstance(t, str) and t for t in v), 'a list of texts'))
+
+def _checked(settings: dict, where: str | None = None) -> dict:
+    "Settings whose values can be; else an error that names the first that can't. None: it doesn't say."
+    for key, value in _known(settings, where).items():
+        possible, fix = _POSSIBLE[key]
+        if not possible(value) and (value is not None or key == 'tokens'):
+            raise SettingsError(f'{key}={value!r}'[:80], where, f'use {fix}')
     return settings
 
 # %% ../nbs/10_models.ipynb #10models-013
@@ -478,7 +494,7 @@ def _average_rows(table: torch.Tensor, words: dict[int, list[int]]):
 # %% ../nbs/10_models.ipynb #10models-052
 def save(model, tokenizer, folder, **settings) -> Path:
     "Write model, tokenizer and settings to a folder that `load` opens; `settings` change what the model carries."
-    model.pasta = replace(settings_of(model), **_known(settings))
+    model.pasta = replace(settings_of(model), **_checked(settings))
     with _no_progress_bars(): model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_settings(folder, model.pasta)
@@ -491,15 +507,14 @@ def save_adapter(peft_model, tokenizer, folder, base: str = 'smollm2', dtype='bf
     `base`: the name under which `load` finds the model that was adapted. `dtype`: of what is stored. Rows of new tokens
     that were not trained begin as `add_tokens` makes them. `settings` as in `save`."""
     from safetensors.torch import save_file
-    made, kind = replace(_adapted(peft_model), **_known(settings), base=base), _dtype(dtype)
+    made, kind = replace(_adapted(peft_model), **_checked(settings), base=_named(base)), _dtype(dtype)
     config, state = _adapter(peft_model, tokenizer, made)
     state = {name: t.detach() if kind == 'auto' else t.detach().to(kind) for name, t in state.items()}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    state = {name: t.cpu().contiguous().clone() for name, t in state.items()}
-    save_file(state, Path(folder) / 'adapter_model.safetensors')
+    folder, state = _made(folder), {name: t.cpu().contiguous().clone() for name, t in state.items()}
+    save_file(state, folder / 'adapter_model.safetensors')
     config.save_pretrained(folder)
     _write_settings(folder, made)
-    return Path(folder)
+    return folder
 
 # %% ../nbs/10_models.ipynb #10models-078
 def _adapted(peft_model) -> Settings:
@@ -510,9 +525,27 @@ def _adapted(peft_model) -> Settings:
     if kind != 'LORA': raise PastaError(f'an adapter of type {getattr(kind, "value", kind)}', fix='use LoraConfig')
     return settings_of(peft_model.get_base_model())
 
+def _named(base: str) -> str:
+    "A base's name, if `load` can find the model; while the hub answers, its names are left to it."
+    if not isinstance(base, str) or not base.strip(): raise SettingsError(f'base={base!r}', fix=f'use {_POSSIBLE["base"][1]}')
+    found = None if base in ('tiny', 'smollm2') else Path(_source(base, quiet=True))
+    if found and found.is_dir() and not any((found / name).is_file() for name in ('config.json', ADAPTER)):
+        raise SettingsError(f'base={base!r}', 'no model is in that folder', f'use {_POSSIBLE["base"][1]}')
+    return base
+
+def _made(folder) -> Path:
+    "A folder to write to, made where there is none."
+    try: Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError, ValueError) as e:
+        why = getattr(e, 'strerror', None) or str(e)
+        raise PastaError(f"can't write to the folder {str(folder)!r}", why, 'name another') from e
+    return Path(folder)
+
 def _adapter(peft_model, tokenizer, made: Settings):
     "Config and tensors of an adapter, the same bytes each time; no path of this computer, no whole embedding."
     from peft import get_peft_model_state_dict
+    if not hasattr(tokenizer, 'added_tokens_decoder'):
+        raise PastaError(f'not a tokenizer: {type(tokenizer).__name__}', fix='give the one that the model was trained with')
     config, name = copy.copy(peft_model.active_peft_config), peft_model.active_adapter
     config.base_model_name_or_path, config.inference_mode = made.base, True
     for key, value in vars(config).items():
@@ -531,7 +564,7 @@ def _from_adapter(folder: Path, dtype, quiet: bool, **kw):
     "The base that an adapter's settings name, its new tokens, and the adapter merged into it in float32."
     settings = read_settings(folder)
     if not settings.base: raise SettingsError('an adapter that names no base model', str(folder), 'write it with save_adapter')
-    if _same(settings.base, folder): raise SettingsError('an adapter that is its own base', str(folder), 'name another base')
+    _below(folder)
     model, tokenizer = load(settings.base, 'auto', quiet=quiet, **kw)
     stored, own = model.dtype, _own_tokenizer(folder)
     tokens = settings.tokens or _new_tokens(tokenizer, own)
@@ -543,9 +576,15 @@ def _from_adapter(folder: Path, dtype, quiet: bool, **kw):
     return cast(model, stored if dtype == 'auto' else dtype), own or tokenizer
 
 # %% ../nbs/10_models.ipynb #10models-076
-def _same(name: str, folder: Path) -> bool:
-    found = None if name in ('tiny', 'smollm2') else checkpoint_folder(name) or Path(name)
-    return found is not None and found.resolve() == folder.resolve()
+def _below(folder: Path) -> list[Path]:
+    "An adapter's folder and those of the adapters that it is made for; none may be its own base."
+    path, at = [], folder
+    while at and (at / ADAPTER).is_file():
+        circle, path = at.resolve() in [f.resolve() for f in path], [*path, at]
+        if circle: raise SettingsError('an adapter that is its own base', ' -> '.join(map(str, path)), 'name another base')
+        base = read_settings(at).base
+        at = checkpoint_folder(base) or Path(base) if base and base not in ('tiny', 'smollm2') else None
+    return path
 
 def _own_tokenizer(folder: Path):
     "The tokenizer that lies beside an adapter, or None."
@@ -565,12 +604,23 @@ def _merged(model, folder: Path):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore', FutureWarning)
             warnings.filterwarnings('error', message='Found missing adapter keys')
-            model = PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
+            model = PeftModel.from_pretrained(model, folder)
+            if unused := _unused(model, folder): raise ValueError(f'its config leaves no place for {", ".join(unused[:2])}')
+            model = model.merge_and_unload(safe_merge=True)
     except Exception as e:                       # a broken file can fail in many ways
         why = f'no tensor {e}' if isinstance(e, KeyError) else str(e).strip() or type(e).__name__
         why = why.splitlines()[0][:200]
         raise PastaError(f"can't merge the adapter {str(folder)!r}", why, 'save it again with save_adapter') from e
     return model.requires_grad_(True)
+
+def _unused(model, folder: Path) -> list[str]:
+    "Tensors of an adapter's file that the model has not taken."
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+    path = folder / 'adapter_model.safetensors'
+    if not path.is_file(): return []
+    with safe_open(path, 'pt') as file: names = set(file.keys())
+    return sorted(names - set(get_peft_model_state_dict(model, save_embedding_layers=True)))
 
 # %% ../nbs/10_models.ipynb #10models-055
 def chat_ids(tokenizer, prompt) -> list[int]:

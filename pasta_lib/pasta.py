@@ -18,7 +18,8 @@ from .core import PastaError
 from .tags import (AsyncEnd, GrammarError, IdReader, MissingTags, Problem, Promise, Sync, TagIds, TagVocab,
                             Text, TextReader, parse, plain)
 from .segments import predicted_length, resume_position, sync_position
-from .engine import Decoding, Line, Request, draw, feed, leave, pick, push, strategy, uniform
+from .engine import (Decoding, Line, OptionError, Request, _number, _whole, draw, feed, leave, pick, push, strategy,
+                             uniform)
 
 # %% ../nbs/13_pasta.ipynb #13pasta-008
 class Voice:
@@ -121,8 +122,18 @@ def reserving(words: Callable):
 
 def tag_room(request: Request) -> int:
     "Room for the tags around its forks; a promise costs at least three tokens itself."
-    forks = min(request.options.get('max_forks', 16), request.sampling.max_new_tokens // 3)
+    most = request.options.get('max_forks', 16)
+    forks = min(most, request.sampling.max_new_tokens // 3) if _whole(most) else 0      # what it can't be, `pasta` says
     return forks * (16 if request.options.get('tags') == 'text' else 2)
+
+def _check_options(constant, max_forks, promise_bias, no_repeat_topics):
+    "Raise `OptionError` unless these can be options of `pasta`."
+    biased = _number(promise_bias) and abs(promise_bias) < 1e30          # infinite, it would make logits that are no numbers
+    for name, value, ok, fix in (('constant', constant, _whole(constant, 0), 'use a whole number, 0 or more'),
+                                 ('max_forks', max_forks, _whole(max_forks, 0), 'use a whole number, 0 or more'),
+                                 ('promise_bias', promise_bias, biased, 'use a finite number'),
+                                 ('no_repeat_topics', no_repeat_topics, type(no_repeat_topics) is bool, 'use True or False')):
+        if not ok: raise OptionError(f'{name}={value!r}', fix=fix)
 
 # %% ../nbs/13_pasta.ipynb #13pasta-010
 @reserving(tag_room)
@@ -133,7 +144,10 @@ def pasta(h: Decoding, tags='auto', positions: str = 'predicted', constant: int 
     """Asynchronous decoding (thesis, section 3.3): forks at promises, joins at syncs. `positions`: where main goes on
     after a promise, 'predicted' by it or a 'constant'; `after_sync`: 'main' goes on from its own position or from the 'max';
     `tags`: auto, compact, minimal, text, a `TagVocab`, or a `Voice` of your own; `grammar`, `promise_bias` (added to a
-    promise's logit on main) and `no_repeat_topics` (by their first tokens) need tag tokens, see `Grammar`."""
+    promise's logit on main) and `no_repeat_topics` (by their first tokens) need tag tokens, see `Grammar`. Tags that the
+    runtime writes itself, at most two a fork, are in `generated_tokens` but not limited by `max_new_tokens`. Stop texts see
+    the text without tags."""
+    _check_options(constant, max_forks, promise_bias, no_repeat_topics)
     voice = tags if isinstance(tags, Voice) else Voice(h.tokenizer, tags, policy)
     run = Runtime(h, voice, positions, constant, after_sync, max_forks)
     main, asked = run.main, (grammar, promise_bias, no_repeat_topics)
@@ -319,9 +333,9 @@ class Grammar:
     the logit of a promise on main; `fresh`: no topic begins with a token that an earlier one began with."""
     def __init__(self, run: Runtime, mode: str = 'off', bias: float = 0.0, fresh: bool = False):
         if mode not in ('off', 'count', 'mask'):
-            raise PastaError(f'unknown grammar {mode!r}', fix='use off, count or mask')
+            raise OptionError(f'unknown grammar {mode!r}', fix='use off, count or mask')
         self.run, self.h, self.mode, self.bias, self.fresh, self.begun = run, run.h, mode, bias, fresh, set()
-        if not run.voice.ids: raise PastaError('a grammar needs tag tokens', fix='add TagVocab().tokens')
+        if not run.voice.ids: raise OptionError('a grammar needs tag tokens', fix='add TagVocab().tokens')
         if mode != 'off': self.h.counts |= dict(grammar_needed=0, grammar_tokens=0)
         self.promise = Promising(run.voice.ids, self.h.tokenizer)
         self.index = cache(lambda ids: torch.tensor(sorted(ids)))
@@ -463,8 +477,8 @@ def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{top
     """Decode along an outline, its points at once or in turn. `heading` opens each point; `point_tokens` bounds it, and is
     the room that main leaves for it where the outline gives no length. After a last join main goes on by itself: to the end
     of the line that the outline began ("In short,"), or freely, and for at most `closing_tokens`."""
-    for name, n in (('point_tokens', point_tokens), ('closing_tokens', closing_tokens or 1)):
-        if n < 1 or closing_tokens == 0: raise OutlineError(f'{name}={n if closing_tokens != 0 else 0}', fix='at least 1')
+    for name, n in (('point_tokens', point_tokens), ('closing_tokens', 1 if closing_tokens is None else closing_tokens)):
+        if not _whole(n): raise OutlineError(f'{name}={n!r}', fix='a whole number, at least 1')
     if not heading.strip(): raise OutlineError('an empty heading', fix="for instance '- **{topic}**:'")
     point_tokens = min(point_tokens, h.sampling.max_thread_tokens or point_tokens)
     stages, main, rest = read_outline(outline), h.line('main', stop=('\n',)), []

@@ -26,6 +26,7 @@ from pasta_lib.core import PastaError
 from pasta_lib.jobs import read_jsonl
 from pasta_lib.masks import dense_mask, layout_logits
 from pasta_lib.tags import Async, Document, Promise, Sync, Text, lint, parse, plain, render
+from pasta_lib.tasks import usable_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 TAGS = re.compile(r'<promise topic="[^"]*" tokens="\d+"/>|</?async>|<sync/>')
@@ -236,6 +237,27 @@ def test_annotate_counts_resumes_and_shards(tmp_path):
     assert annotate(samples, Structural(), tmp_path / 'c.jsonl', key=('id', 'sample'), progress=False).written == 3
     bad = lambda row: dict(id=row['id'], response=row['text'], tagged_text='changed', chunks=0)
     assert annotate(samples[:1], bad, tmp_path / 'd.jsonl', progress=False).dropped == {'text differs': 1}
+
+
+BAD = [(dict(text=None), 'no response'), (dict(text=['a', 'list']), 'no response'), (dict(finish_reason='eos'), 'no response'), (dict(text=''), 'no response'),
+       (dict(prompt=5, text='Yes.'), 'prompt is no text'), (dict(prompt=['Hello?'], text='Yes.'), 'prompt is no text'), (dict(prompt=0, text='Yes.'), 'prompt is no text'),
+       (dict(text='half \ud83d'), 'half a character'), (dict(prompt='\ude00?', response='Yes.'), 'half a character')]
+
+
+@pytest.mark.parametrize('row, reason', BAD)
+def test_one_bad_row_is_dropped(row, reason, tmp_path, tiny):
+    rows = [dict(id=0, text='Yes.'), dict(id=1) | row, dict(id=2, prompt=None, text='No. \U0001f600')]
+    for n, annotator in enumerate((Structural(tiny[1]), lambda row: Structural(tiny[1])(usable_answer(row) if 'finish_reason' in row else row))):
+        report = annotate(rows, annotator, tmp_path / f'{n}.jsonl', progress=False)
+        assert (report.written, report.dropped) == (2, {reason: 1})
+
+
+def test_annotators_are_not_mixed(tmp_path):
+    rows = [dict(id=n, text='Yes.') for n in range(3)]
+    annotate(rows[:1], Structural(), tmp_path / 'a.jsonl', progress=False, made_by=dict(annotator='structural'))
+    with pytest.raises(PastaError, match="annotator was 'structural' and is now 'gemini'"):
+        annotate(rows, Structural(), tmp_path / 'a.jsonl', progress=False, made_by=dict(annotator='gemini'))
+    with pytest.raises(PastaError, match='workers=0'): annotate(rows, Structural(), tmp_path / 'b.jsonl', workers=0, progress=False)
 
 
 # ---- likelihood

@@ -266,10 +266,12 @@ def test_cancel_and_listen(pair):
     r, = engine_of(pair).run(request, listen=listen)
     assert r.finish_reason == 'cancelled' and r.text.startswith('1. a:') and {'main', 'point 1', 'point 2'} == set(heard)
 
-@pytest.mark.parametrize('options', [dict(router='maybe'), dict(fallback='x'), dict(max_points=0), dict(point_tokens=0), dict(outline_tokens=0)])
+@pytest.mark.parametrize('options', [
+    dict(router='maybe'), dict(fallback='x'), dict(max_points=0), dict(point_tokens=0), dict(outline_tokens=0), dict(max_points=1.5),
+    dict(max_points=None), dict(outline_tokens='a'), dict(point_tokens=float('nan')), dict(prompts=None), dict(prompts='{question}')])
 def test_sot_options(pair, options):
     r, = engine_of(pair).run(sot('Q', **options))
-    assert isinstance(r.error, OptionError) and r.finish_reason == 'error'
+    assert isinstance(r.error, OptionError) and r.finish_reason == 'error' and list(options)[0] in str(r.error)
 
 def test_sot_unknown_option_and_no_tokenizer(pair):
     with pytest.raises(OptionError): sot('Q', points=3)
@@ -394,7 +396,9 @@ def test_apar_full_pool(pair, slots):
     empty(engine)
 
 def test_apar_option_errors(pair):
-    assert isinstance(engine_of(pair).run(apar('Q', depth=-1))[0].error, OptionError)
+    for options in (dict(depth=-1), dict(depth=None), dict(max_forks='a'), dict(max_forks=-1), dict(max_forks=float('nan'))):
+        r, = engine_of(pair).run(apar('Q', **options))
+        assert isinstance(r.error, OptionError) and list(options)[0] in str(r.error)
     r, = Engine(*tiny_model(layers=1), slots=128).run(apar('Q'))
     assert '[Fork]' in str(r.error)
 
@@ -477,7 +481,7 @@ def test_smollm2(smollm2):
     model, tokenizer = smollm2
     said = {'main': write(tokenizer, '1. Dim the light\n2. Eat early')}
     r, plain = Engine(model, tokenizer, slots=2048).run(
-        [sot('How do I sleep better?', script=said, point_tokens=12), sot('What is 17 + 25?', router='model', max_new_tokens=24)], keep_logits=True)
+        [sot('How do I sleep better?', script=said, point_tokens=4), sot('What is 17 + 25?', router='model', max_new_tokens=4)], keep_logits=True)
     assert r.text.startswith('1. Dim the light: ') and '\n2. Eat early: ' in r.text and r.forks == 2
     assert all(replay_deviation(model, x) < 1e-4 for x in (r, plain)) and 0 < plain.counts['probability'] < 1
 
@@ -486,8 +490,9 @@ def test_smollm2_apar(smollm2):
     import copy
     model, tokenizer = (copy.deepcopy(x) for x in smollm2)
     add_tokens(model, tokenizer, APAR_TOKENS)
-    rows, (whole,) = (apar_layouts(chat_ids(tokenizer, 'How?'), apar_tree(LIST), tokenizer, together=t) for t in (False, True))
-    r, = Engine(model, tokenizer, slots=1024).run(apar('How?', script=scripts(rows)), keep_logits=True)
-    assert r.text == LIST and replay_deviation(model, r) < 1e-4 and fed(r.record, r.prompt_tokens).ids.tolist() == whole.ids.tolist()
-    free, = Engine(model, tokenizer, slots=1024).run(apar('How?', max_new_tokens=30, processors=(forking(tokenizer),)), keep_logits=True)
-    assert free.forks and replay_deviation(model, free) < 1e-4
+    text = '\n'.join(ITEMS) + '\n\nStart.'
+    rows, (whole,) = (apar_layouts(chat_ids(tokenizer, 'How?'), apar_tree(text), tokenizer, together=t) for t in (False, True))
+    r, free = Engine(model, tokenizer, slots=1024).run(
+        [apar('How?', script=scripts(rows)), apar('How?', max_new_tokens=16, processors=(forking(tokenizer),))], keep_logits=True)
+    assert r.text == text and fed(r.record, r.prompt_tokens).ids.tolist() == whole.ids.tolist()
+    assert r.forks == 3 and free.forks and all(replay_deviation(model, x) < 1e-4 for x in (r, free))

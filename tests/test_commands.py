@@ -42,6 +42,10 @@ def test_annotate(answers, tmp_path):
     assert len(read_jsonl(out)) == 2
     text = pasta('annotate', answers, '--model', 'tiny', '--out', tmp_path / 'new.jsonl')
     assert '2 rows written' in text and '1 dropped: cut by length' in text
+    assert '0 rows written to' in (text := pasta('annotate', answers, '--model', 'tiny', '--out', tmp_path / 'new.jsonl'))
+    assert f'2 were there already, 1 dropped before ({tmp_path}/new.jsonl.dropped.jsonl)' in text
+    (tmp_path / 'new.jsonl.dropped.jsonl').unlink()
+    assert '1 dropped: cut by length' in pasta('annotate', answers, '--model', 'tiny', '--out', tmp_path / 'new.jsonl')
 
 
 def test_annotate_by_likelihood(answers, tmp_path):
@@ -56,6 +60,82 @@ def test_annotate_responses_of_a_set(tmp_path):
     assert '1 rows written' in pasta('annotate', tmp_path / 'set.jsonl', '--model', 'tiny', '--out', tmp_path / 'out.jsonl')
     write_jsonl(tmp_path / 'none.jsonl', [dict(id='x', prompt='Name two birds.')])
     with pytest.raises(PastaError, match='no answers'): read_answers(str(tmp_path / 'none.jsonl'))
+
+
+def refused(*args, words):
+    "The command ends with 2, one line that has these words, and no traceback."
+    r = CliRunner().invoke(app, [str(a) for a in args])
+    assert r.exit_code == 2 and isinstance(r.exception, SystemExit), r.output
+    assert words in r.output and 'Traceback' not in r.output, r.output
+
+
+def test_answers_are_told_from_prompts_by_any_row(tmp_path):
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"id": "x", "note": "no answer"}\n\n{"id": "y", "text": "Yes."}\n')
+    rows, key = read_answers(str(path))
+    assert [row['id'] for row in rows] == ['x', 'y'] and key == ('id',) and read_answers(str(path), limit=1)[0] == rows[:1]
+    assert '1 dropped: no response' in pasta('annotate', path, '--model', 'tiny', '--out', tmp_path / 'out.jsonl')
+    path.write_text('{"id": "x", "text": "Yes."}\n\n{"id": "x", "text": "No.", "sample": 1}\n')
+    with pytest.raises(PastaError, match="without 'sample' .*a.jsonl, line 1.*id and sample"): read_answers(str(path))
+    path.write_text('{"id": "x", "text": "Yes."}\n\n{"text": "No."}\n')
+    with pytest.raises(PastaError, match="without 'id' .*a.jsonl, line 3"): read_answers(str(path))
+    path.write_text('')
+    with pytest.raises(PastaError, match='an empty file'): read_answers(str(path))
+
+
+def test_a_file_is_not_annotated_into_itself(answers, tmp_path):
+    before = answers.read_bytes()
+    (tmp_path / 'link.jsonl').symlink_to(answers)
+    for source in (answers, f'prompts={answers}', tmp_path / 'link.jsonl'):
+        for command in ('annotate', 'sample'): refused(command, source, '--model', 'tiny', '--out', answers, words='--out is the file that is read')
+    assert answers.read_bytes() == before
+
+
+def test_bad_rows_are_counted(tmp_path):
+    rows = [dict(id=0, text=None), dict(id=1, text=['a']), dict(id=2, text=LIST, prompt=5), dict(id=3, finish_reason='eos'), dict(id=4, text='x \ud800'),
+            dict(id=5, text=None, finish_reason='eos'), dict(id=6, text=LIST, prompt='Name two birds.')]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    found = json.loads(pasta('annotate', tmp_path / 'a.jsonl', '--model', 'tiny', '--out', tmp_path / 'out.jsonl', '--json'))
+    assert (found['written'], found['dropped']) == (1, {'no response': 4, 'prompt is no text': 1, 'half a character': 1})
+    row, = read_jsonl(tmp_path / 'out.jsonl')
+    assert row['made_by'] == dict(annotator='structural', model='tiny')
+    refused('annotate', tmp_path / 'a.jsonl', '--model', 'tiny', '--annotator', 'likelihood', '--out', tmp_path / 'out.jsonl', words="annotator was 'structural'")
+
+
+def test_a_wrong_setting_drops_nothing(tmp_path):
+    out = tmp_path / 'out.jsonl'
+    options = ['sample', 'made:3', '--model', 'tiny', '--dtype', 'float32', '--max-new-tokens', 4, '--out', out]
+    for _ in range(2): refused(*options, '--slots', 2048, '--strategy', 'pasta', '--grammar', 'bogus', words="unknown grammar 'bogus'")
+    refused(*options, '--slots', 64, words='make the pool larger: --slots N')
+    refused(*options, '--slots', 2048, '--grammar', 'mask', words="ar has no option 'grammar'")
+    assert read_jsonl(out) == [] and [p.name for p in tmp_path.iterdir()] == ['out.jsonl']
+    assert '3 rows written' in pasta(*options, '--slots', 2048)
+    refused(*options, '--slots', 2048, '--temperature', '.5', words='temperature was 1.0 and is now 0.5')
+    made_by = dict(strategy='ar', temperature=1.0, top_p=1.0, max_new_tokens=4, model='tiny', dtype='float32')
+    assert all(row['made_by'] == made_by for row in read_jsonl(out))
+
+
+def test_a_tiny_random_model_is_cut(tmp_path):
+    pasta('sample', 'made:3', '--model', 'tiny', '--max-new-tokens', 64, '--dtype', 'float32', '--slots', 2048, '--out', tmp_path / 'a.jsonl')
+    found = json.loads(pasta('annotate', tmp_path / 'a.jsonl', '--model', 'tiny', '--out', tmp_path / 'b.jsonl', '--json'))
+    assert found['written'] == 0 and sum(found['dropped'].values()) == 3
+
+
+@pytest.mark.parametrize('command', ['sample', 'annotate'])
+@pytest.mark.parametrize('json_', [[], ['--json']])
+def test_interrupted(command, json_, answers, tmp_path, monkeypatch):
+    def stop(*args, **options): raise KeyboardInterrupt
+    monkeypatch.setattr('pasta_lib.tasks.sample_answers', stop)
+    monkeypatch.setattr('pasta_lib.annotate.annotate', stop)
+    r = CliRunner().invoke(app, [command, 'made:2' if command == 'sample' else str(answers), '--model', 'tiny', '--out', str(tmp_path / 'x.jsonl'), *json_])
+    assert r.exit_code == 130 and f'what is finished is in {tmp_path}/x.jsonl, and the same command goes on' in r.stderr
+    assert json.loads(r.stdout) == dict(error='interrupted') if json_ else r.stdout == ''
+
+
+def test_help_names_what_a_source_may_be():
+    from pasta_lib.tasks import FILES, SOURCES
+    text = ' '.join(pasta('sample', '--help').split())
+    assert all(name in text for name in [*SOURCES, *FILES, 'made:N', 'self:N', 'tag tokens', 'At most so many'])
 
 
 def test_sample_is_resumed(tmp_path):
@@ -96,6 +176,13 @@ def test_train_and_resume(answers, tmp_path):
 @pytest.mark.parametrize('arguments, words', [
     (['sample', 'made:many'], 'made:100'), (['sample', 'self:many', '--model', 'tiny'], 'self:100'), (['sample', 'no-such-file'], 'no-such-file'),
     (['train', 'pasta-sft', 'learning_rat=1'], 'learning_rate'), (['train', 'no-recipe'], 'pasta-sft'), (['annotate', 'no-such.jsonl'], 'no-such.jsonl'),
+    (['sample', 'made:²'], 'made:100'), (['sample', 'made:99999999'], '6900 at most'), (['sample', 'made:' + '9' * 5000], 'made:100'), (['sample', 'made:0'], 'at least 1'),
+    (['sample', 'self:0'], 'at least 1'), (['sample', 'self:-1'], 'self:100'), (['sample', 'made:2', '--n', '0'], 'n=0: at least 1'),
+    (['sample', 'made:2', '--n', '-3'], 'n=-3: at least 1'), (['sample', 'made:2', '--limit', '-1'], 'limit=-1: at least 1'),
+    (['sample', 'made:2', '--limit', '0'], 'limit=0: at least 1'), (['sample', 'made:2', '--batch', '0'], 'batch=0: at least 1'),
+    (['sample', 'made:2', '--batch', '-1'], 'batch=-1: at least 1'), (['annotate', 'a', '--workers', '0'], 'workers=0: at least 1'),
+    (['annotate', 'a', '--workers', '-1'], 'workers=-1: at least 1'), (['annotate', 'a', '--limit', '0'], 'limit=0: at least 1'),
+    (['sample', 'made:1', '--model', 'tiny', '--out', '/dev/full'], 'not a regular file'), (['sample', 'made:1', '--model', 'tiny', '--out', '.'], 'not a regular file'),
 ])
 def test_wrong_use(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -105,4 +192,5 @@ def test_wrong_use(arguments, words, tmp_path, monkeypatch):
 
 def test_prompts():
     assert read_prompts('made:5') == read_prompts('made:9')[:5] == read_prompts('made:9', limit=5)
-    with pytest.raises(PastaError, match='no prompts'): read_prompts('made:0')
+    for wrong in (dict(source='made:0'), dict(source='made:3', limit=0), dict(source='no-such-file', limit=-1)):
+        with pytest.raises(PastaError, match='at least 1'): read_prompts(**wrong)

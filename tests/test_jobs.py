@@ -8,13 +8,14 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from pasta_lib.core import PastaError
-from pasta_lib.jobs import (DiskCache, Drop, Growing, JobError, JobReport, ShardTaken, draw_runs, each, in_shard, read_jsonl, read_shard, run_job,
-                            shard_lock, write_jsonl)
+from pasta_lib.jobs import (DiskCache, Drop, Growing, JobError, JobReport, ShardTaken, at_least_one, draw_runs, each, in_shard, read_jsonl, read_shard,
+                            run_job, shard_lock, write_jsonl)
 
 ROWS = [dict(id=f'r{i}', x=i) for i in range(20)]
 
@@ -97,16 +98,38 @@ def test_every_torn_last_line(tmp_path, cut):
     path.write_bytes(whole[:len(whole) - cut])
     report = quiet(ROWS[:2], each(lambda r: dict(y='é' if r['x'] else 0)), path)
     assert counts(report) == (2, 1 if cut > 1 else 0, {}, 1 if cut > 1 else 2)
-    assert path.read_bytes() == whole
+    assert path.read_bytes().removesuffix(b'\n') == whole.removesuffix(b'\n')         # a run that adds nothing changes nothing
 
 
-@pytest.mark.parametrize('torn', [b'\x00\x00\x00', b'12', b'[1]', b'"id"', b'{"id": "r1"'])
+@pytest.mark.parametrize('torn', [b'{', b'{"', b'{"id": "r1"', b'{"id": "r1", "text": "\xc3'])
 def test_torn_remains_are_cut(tmp_path, torn):
     path = tmp_path / 'a.jsonl'
     path.write_bytes(b'{"id": "r0"}\n' + torn)
     file = Growing(path)
     file.add(dict(id='r9'))
     assert path.read_bytes() == b'{"id": "r0"}\n{"id": "r9"}\n'
+
+
+@pytest.mark.parametrize('text', [
+    'It was a dark\nand stormy night', 'one line', '[1, 2]', '12', '"id"', '{\n  "a": 1\n}', '{\\rtf1 A letter.}', '{"id": "r0"}\nnonsense\n{"id"',
+    '{"id": "r0"}\n\0\0\0', '{"id": "r0"}\nnonsense', 'hello\nworld\n', '{"x": 1}', '{"x": 1}\n'])
+def test_a_file_of_another_kind_stays_as_it_is(tmp_path, text):
+    path = tmp_path / 'a.txt'
+    path.write_text(text)
+    with pytest.raises(JobError, match='a.txt'): quiet(ROWS, each(double), path)
+    if not text.endswith(('\n', '1}')):
+        with pytest.raises(JobError, match='a.txt'): Growing(path).add(dict(id='r9'))
+    assert path.read_text() == text and [p.name for p in tmp_path.iterdir()] == ['a.txt']
+
+
+@pytest.mark.parametrize('path', ['/dev/full', '/dev/null', '/dev/zero', '.'])
+def test_only_regular_files(path, tmp_path):
+    before = sorted(Path('/dev').glob('*.lock'))
+    for use in (lambda: quiet(ROWS, each(double), path), lambda: Growing(path)):
+        with pytest.raises(JobError, match='not a regular file'): use()
+    os.mkfifo(tmp_path / 'pipe')
+    with pytest.raises(JobError, match='not a regular file'): quiet(ROWS, each(double), tmp_path / 'pipe')
+    assert sorted(Path('/dev').glob('*.lock')) == before and [p.name for p in tmp_path.iterdir()] == ['pipe']
 
 
 def test_bad_line_in_the_middle_stops_the_job(tmp_path):
@@ -131,13 +154,43 @@ def test_all_rows_then_none(tmp_path):
     assert sorted(p.name for p in out.parent.iterdir()) == ['o.jsonl', 'o.jsonl.dropped.jsonl']
 
 
+def test_earlier_drops_are_told_apart(tmp_path):
+    quiet(ROWS[:10], each(double), tmp_path / 'o.jsonl')
+    report = quiet(ROWS, each(double), tmp_path / 'o.jsonl')
+    assert counts(report) == (20, 8, dict(three=2), 10) and report.dropped_before == 2
+    (tmp_path / 'o.jsonl.dropped.jsonl').unlink()                                   # try them again
+    assert counts(quiet(ROWS, each(lambda r: {}), tmp_path / 'o.jsonl')) == (20, 4, {}, 16)
+
+
+def test_settings_are_noted_and_not_mixed(tmp_path):
+    out, made = tmp_path / 'o.jsonl', dict(model='a', warmth=.5, stop=('x',))
+    quiet(ROWS[:10], each(double), out, made_by=made)
+    rows = read_jsonl(out) + read_jsonl(f'{out}.dropped.jsonl')
+    assert len(rows) == 10 and all(row['made_by'] == dict(model='a', warmth=.5, stop=['x']) for row in rows)
+    assert counts(quiet(ROWS, each(double), out, made_by=made)) == (20, 8, dict(three=2), 10)
+    before = out.read_bytes()
+    for other, said in ((made | dict(warmth=1), 'warmth was 0.5 and is now 1'), (dict(model='b'), "model was 'a' and is now 'b'"),
+                        (made | dict(grammar='mask'), "grammar was None and is now 'mask'"), (dict(model='a', stop=['x']), 'warmth was 0.5 and is now None')):
+        with pytest.raises(JobError, match=f'{said} .*o.jsonl.*another file'): quiet(ROWS, each(double), out, made_by=other)
+    assert out.read_bytes() == before and not list(tmp_path.glob('*.lock'))
+    quiet(ROWS[3:4], each(double), tmp_path / 'p.jsonl', made_by=made)               # its only row was dropped
+    with pytest.raises(JobError, match='model was'): quiet(ROWS, each(double), tmp_path / 'p.jsonl', made_by=dict(model='b'))
+    with pytest.raises(JobError, match='as JSON'): quiet(ROWS, each(double), tmp_path / 'q.jsonl', made_by=dict(model=double))
+
+
+def test_rows_that_say_nothing_of_settings_pass(tmp_path):
+    quiet(ROWS[:5], each(double), tmp_path / 'o.jsonl')
+    assert quiet(ROWS, each(double), tmp_path / 'o.jsonl', made_by=dict(model='a')).resumed == 5
+    assert quiet(ROWS, each(double), tmp_path / 'o.jsonl').resumed == 20               # nor does a run that has none ask
+
+
 def test_more_rows_later(tmp_path):
     quiet(ROWS[:7], each(double), tmp_path / 'o.jsonl')
     assert counts(quiet(iter(ROWS), each(double), tmp_path / 'o.jsonl')) == (20, 10, dict(three=3), 7)
 
 
 def test_no_rows(tmp_path):
-    assert quiet([], each(double), tmp_path / 'o.jsonl').json() | dict(seconds=0) == dict(rows=0, written=0, dropped={}, resumed=0, seconds=0)
+    assert quiet([], each(double), tmp_path / 'o.jsonl').json() | dict(seconds=0) == dict(rows=0, written=0, dropped={}, resumed=0, dropped_before=0, seconds=0)
     assert [p.name for p in tmp_path.iterdir()] == ['o.jsonl']
 
 
@@ -342,6 +395,13 @@ def test_each_gives_every_row_once(workers):
     assert list(each(double, workers)([])) == []
 
 
+@pytest.mark.parametrize('workers', [0, -1])
+def test_at_least_one(workers):
+    with pytest.raises(JobError, match=f'workers={workers}: at least 1'): each(double, workers)
+    with pytest.raises(JobError, match=f'limit={workers}'): at_least_one(n=3, limit=workers)
+    at_least_one(n=1, limit=None)
+
+
 def test_each_works_at_once_but_takes_no_more_than_it_can_do():
     barrier, taken = threading.Barrier(4), []
     def rows():
@@ -373,7 +433,7 @@ def test_drop_and_report():
     drop = Drop('too long', '300 words')
     assert isinstance(drop, PastaError) and str(drop) == 'too long (300 words)' and str(Drop('x')) == 'x'
     assert (copy := pickle.loads(pickle.dumps(drop))).reason == 'too long' and copy.detail == '300 words'
-    assert JobReport(3, 2, dict(x=1)).json() == dict(rows=3, written=2, dropped=dict(x=1), resumed=0, seconds=0.0)
+    assert JobReport(3, 2, dict(x=1)).json() == dict(rows=3, written=2, dropped=dict(x=1), resumed=0, dropped_before=0, seconds=0.0)
 
 
 def test_cache(tmp_path):

@@ -38,6 +38,11 @@ def test_judgement_as_a_number():
         assert float(j.swapped()) == -float(j) and j.swapped().swapped() == j and j.swapped().order == 'ba' and j.preference == float(j)
 
 
+@pytest.mark.parametrize('wrong', [('c',), (None,), ('A',), ('a', -.1), ('a', 1.1), ('a', math.nan), ('a', '1'), ('a', None)], ids=repr)
+def test_judgements_that_cannot_be(wrong):
+    with pytest.raises(JudgeError, match='no winner|a confidence of'): Judgement(*wrong)
+
+
 def test_both_orders_reach_the_judge():
     judge = ByLength(.6)
     first, second = both_orders(judge, 'p', 'long answer', 'short')
@@ -74,6 +79,23 @@ def test_exact_judge():
     with pytest.raises(JudgeError, match='no reference'): judge('r', '1', '2')
     graded = ExactJudge({'p': 'abc'}, check=lambda answer, reference: len(set(answer) & set(reference)) / 3)
     assert graded('p', 'ab', 'a').winner == 'a' and graded('p', 'ab', 'a').confidence == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize('grade', [math.nan, math.inf, None, 'well', [1]], ids=repr)
+def test_grades_that_are_no_numbers(grade):
+    judge = ExactJudge({'p': '42'}, check=lambda answer, reference: grade if answer == 'x' else 1)
+    for asked in (('p', 'x', 'y'), ('p', 'y', 'x')):
+        with pytest.raises(JudgeError, match="not a finite number .'p'"): judge(*asked)
+    with pytest.raises(JudgeError, match='no reference'): judge(5, 'x', 'y')
+
+
+@pytest.mark.parametrize('bad', [5, None, b'bytes', ['list'], '\ud800', 'a\udfff'], ids=ascii)
+def test_what_local_judges_cannot_read(tiny, bad):
+    for judge in (LocalJudge(*tiny), LikelihoodJudge(*tiny)):
+        for asked in ((bad, 'a', 'b'), ('p', bad, 'b'), ('p', 'a', bad)):
+            for ask in (judge, lambda *one: both_orders(judge, *one)):
+                with pytest.raises(JudgeError, match='as prompt or answer|half a surrogate pair'): ask(*asked)
+        with pytest.raises(JudgeError): calibrate(judge, [('p', 'a', bad)]) if isinstance(judge, LocalJudge) else judge.scores([('p', bad)])
 
 
 @pytest.mark.parametrize('answer,reference,same', [('', '3', False), ('3', '', False), ('-3', '3', False), ('a 3 b 4', '4', True),
@@ -362,6 +384,26 @@ def test_pairs_that_cannot_be():
     with pytest.raises(Drop, match='score the same'): best_and_worst(some([(0, 0), (0, 0)]), 1)
     for bad in math.nan, math.inf:
         with pytest.raises(JudgeError, match='not a finite number'): best_and_worst(some([(1, bad), (1, 2)]), 1)
+
+
+@pytest.mark.parametrize('key', ['speedup', 'quality', 'id', 'prompt', 'tagged_text', 'sample'])
+@pytest.mark.parametrize('value', [None, 'gone', math.nan], ids=repr)
+def test_samples_that_lack_something(key, value):
+    for at in (0, 1):
+        samples = some([(1, 1), (2, 3)])
+        samples[at][key] = value
+        if value == 'gone': del samples[at][key]
+        if value is math.nan and key not in ('speedup', 'quality'): continue
+        if key == 'id' and at == 0 or key == 'prompt' and at == 0: continue                       # the best one's are taken
+        with pytest.raises(JudgeError, match=f'{key} is None' if value is not math.nan else 'finite'): pair_row(samples, 1)
+    for other in ([None, *some([(1, 1)])], some([(1, 'x'), (1, 2)]), some([(True, 1), (1, 2)])):
+        with pytest.raises(JudgeError, match='a sample whose'): best_and_worst(other, 1)
+    with pytest.raises(JudgeError, match='λ is None'): best_and_worst(some([(1, 1), (2, 2)]), None)
+
+
+def test_nothing_to_show():
+    with pytest.raises(JudgeError, match='no judges'): worth_table({})
+    with pytest.raises(JudgeError, match='no judges'): draw_orders({})
 
 
 # ---- worth

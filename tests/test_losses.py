@@ -142,6 +142,37 @@ def test_owner_errors():
     with pytest.raises(LossError, match='up to 4'): sequence_logps(logits, labels, torch.full((2, 6), 4), count=4)
     with pytest.raises(LossError, match='owners of shape'): sequence_logps(logits, labels, torch.zeros(6, dtype=torch.long))
     with pytest.raises(LossError, match='do not fit'): owners([3, 4], total=6)
+    none = torch.full((2, 6), -1)
+    assert not sequence_logps(logits, labels, none, count=2).any()
+    for least in (-2, -100):
+        with pytest.raises(LossError, match=f'from {least} up to 1.*-1 is nobody'):
+            sequence_logps(logits, labels, torch.tensor([[0, 1, least, 0, 0, 0]] * 2), count=2)
+    for kind in (torch.float32, torch.bool, torch.int32):
+        with pytest.raises(LossError, match='owners of type'): sequence_logps(logits, labels, none.to(kind))
+    for lengths in ([-1], [3, -2], [1.5], [True]):
+        with pytest.raises(LossError, match='a length is a whole number'): owners(lengths)
+
+
+@pytest.mark.parametrize('kind', [torch.float32, torch.bool, torch.int32, torch.float16])
+def test_labels_are_whole_numbers(kind):
+    logits, labels = batch((2, 6))
+    for loss in (token_logps, sft_loss, sequence_logps):
+        with pytest.raises(LossError, match='labels of type'): loss(logits, labels.clamp(min=0).to(kind))
+
+
+@pytest.mark.parametrize('count', [0, -3, math.nan, torch.tensor(0)])
+def test_a_mean_over_nothing(count):
+    with pytest.raises(LossError, match='a mean over'): sft_loss(*batch((2, 6)), num_items=count)
+
+
+@pytest.mark.parametrize('place', range(4))
+def test_pairs_have_one_shape(place):
+    "No value stands for several pairs."
+    pairs = [torch.zeros(2) for _ in range(4)]
+    for shape in ((1,), (), (2, 1), (3,)):
+        pairs[place] = torch.zeros(shape)
+        for loss in (preference_gap, lambda *four: ipo_loss(*four, margin=1.), bonbon_loss):
+            with pytest.raises(LossError, match='pairs of shapes'): loss(*pairs)
 
 
 def test_sequences_are_sums_over_labels():
@@ -229,7 +260,7 @@ def test_constants_of_the_paper():
     assert math.isclose(best_of_n_beta(10), 0.0196382, abs_tol=1.5e-7)    # 0.01963810
     assert math.isclose(best_of_n_margin(10), 25.4607, abs_tol=5e-5)
     assert best_of_n_margin(2) == 1
-    for n in (1, 0, -3):
+    for n in (1, 0, -3, math.nan, 2.5, 'a', None, True):
         with pytest.raises(LossError, match='n is at least 2'): best_of_n_margin(n)
     pairs = four()
     assert torch.equal(bonbon_loss(*pairs), bonbon_loss(*pairs, alpha=.005, n=10))

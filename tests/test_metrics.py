@@ -350,6 +350,35 @@ def test_lengths_must_match():
     with pytest.raises(MetricError, match='2 lengths for 3 preferences'): length_controlled_win_rate([1, 0, 1], [1, 2], [2, 3])
 
 
+@pytest.mark.parametrize('bad', [[1, 2, math.nan], [1, math.inf, 2], ['1', '2', '3'], [None, 1, 2], None, 5, 'abc', [[1], [2], [3]],
+                                 [[1], [2, 3], 4], [1, 2], [1, 2, 3, 4], []], ids=repr)
+def test_columns_that_cannot_be(bad):
+    "Lengths and difficulties: finite numbers, one for each preference."
+    p, fine = [1, 0, 1], [3, 1, 2]
+    for asked in ((bad, fine), (fine, bad), (fine, fine, bad) if bad is not None else (bad, bad)):
+        with pytest.raises(MetricError): length_controlled_win_rate(p, *asked)
+    with pytest.raises(MetricError): draw_length_control(p, fine, bad)
+    with pytest.raises(MetricError): interval(win_rate_difference, [1, 0, 1], bad)
+    if bad not in ([1, 2], [1, 2, 3, 4]):
+        with pytest.raises(MetricError): win_rate(bad)
+        with pytest.raises(MetricError): interval(geometric_mean, bad)
+
+
+def test_what_numbers_may_be():
+    "Arrays, generators, truths, tensors."
+    import torch
+    assert win_rate(iter([True, False])) == win_rate(np.array([1, 0])) == win_rate(torch.tensor([1., 0.])) == 50
+    assert interval(win_rate, (p for p in [1, 1])).value == 100
+
+
+@pytest.mark.parametrize('wrong', [dict(draws=0), dict(draws=-1), dict(draws=2.5), dict(draws=None), dict(draws='9'), dict(level=1.5),
+                                   dict(level=-.1), dict(level=math.nan), dict(level='x'), dict(level=None)], ids=repr)
+def test_intervals_that_cannot_be(wrong):
+    with pytest.raises(MetricError, match=f'{next(iter(wrong))}='): interval(win_rate, [1, 0], **wrong)
+    with pytest.raises(MetricError, match='needs rows'): interval(win_rate)
+    assert interval(win_rate, [1, 0, 1], draws=np.int64(3), level=1).value == pytest.approx(200 / 3)
+
+
 def test_intervals():
     p = np.random.default_rng(3).uniform(size=400)
     a, b = interval(win_rate, p), interval(win_rate, p)

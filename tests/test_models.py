@@ -369,6 +369,27 @@ def test_settings_that_cannot_be_read(tmp_path, text, what):
     with pytest.raises(SettingsError, match=what): load(folder)
 
 
+IMPOSSIBLE = [dict(base=5), dict(base=['tiny']), dict(tokens=5), dict(tokens=None), dict(tokens='<a>'), dict(tokens=['<a>', 5]), dict(tokens=['']),
+              dict(positions='zz'), dict(positions=['predicted']), dict(tags='zz'), dict(tags=1), dict(registers='4'), dict(registers=-1),
+              dict(registers=True), dict(block_size=0), dict(block_size=1.5)]
+
+
+@pytest.mark.parametrize('wrong', IMPOSSIBLE, ids=str)
+def test_settings_that_can_not_be(tmp_path, wrong):
+    "Neither read nor written; the error names field and file."
+    (name, value), = wrong.items()
+    (tmp_path / 'pasta.json').write_text(json.dumps(wrong))
+    with pytest.raises(SettingsError) as e: read_settings(tmp_path)
+    assert f'{name}={value!r}' in str(e.value) and str(tmp_path) in str(e.value) and '\n' not in str(e.value)
+    with pytest.raises(SettingsError, match=name): save(*tiny_model(), tmp_path / 'new', **wrong)
+    assert not (tmp_path / 'new').exists()
+
+
+def test_settings_may_say_nothing(tmp_path):
+    (tmp_path / 'pasta.json').write_text(json.dumps(dict(tags=None, positions=None, registers=None, block_size=None, base=None, tokens=[])))
+    assert read_settings(tmp_path) == Settings()
+
+
 # ---- adapters
 
 NEW = ['<async>', '</async>', '<sync/>', '" tokens="10"/>']
@@ -492,10 +513,20 @@ def test_adapters_that_cannot_be_opened(tmp_path):
     def refused(error, what):
         with pytest.raises(error, match=what) as e: load(folder)
         assert '\n' not in str(e.value) and str(folder) in str(e.value)
-    for change, error, what in (({'base': None}, SettingsError, 'names no base'), ({'base': str(folder)}, SettingsError, 'its own base')):
+    for change, error, what in (({'base': None}, SettingsError, 'names no base'), ({'base': str(folder)}, SettingsError, 'its own base'),
+                                ({'base': ''}, SettingsError, 'names no base'), *((c, SettingsError, list(c)[0]) for c in IMPOSSIBLE)):
         (folder / 'pasta.json').write_text(json.dumps(json.loads(settings) | change))
         refused(error, what)
     (folder / 'pasta.json').write_text(settings)
+    config = folder / 'adapter_config.json'
+    whole = config.read_text()
+    for change in ({'target_modules': None}, {'target_modules': ['q_proj']}, {'target_modules': 5}, {'peft_type': 'zz'}, {'r': None}):
+        config.write_text(json.dumps(json.loads(whole) | change))
+        refused(PastaError, "can't merge")
+    for text in ('{', '[]', '5'):
+        config.write_text(text)
+        refused(PastaError, "can't merge")
+    config.write_text(whole)
     for part, what in (('q_proj', 'missing adapter keys'), ('trainable_tokens', 'no tensor')):
         save_file({k: v for k, v in weights.items() if part not in k}, path)
         refused(PastaError, what)
@@ -507,6 +538,44 @@ def test_adapters_that_cannot_be_opened(tmp_path):
     refused(PastaError, "can't merge")
     path.unlink()
     refused(PastaError, "can't merge")
+
+
+def test_adapters_that_are_each_others_base(tmp_path):
+    model, tokenizer = load('tiny')
+    peft_model = adapted(model, tokenizer, BOTH)[0]
+    a, b, c = (save_adapter(peft_model, tokenizer, tmp_path / name, base='tiny') for name in 'abc')
+    for folder, base in ((a, b), (b, a), (c, a)):
+        (folder / 'pasta.json').write_text(json.dumps(dict(base=str(base), tokens=NEW)))
+    for folder in (a, b, c):
+        with pytest.raises(SettingsError, match='its own base') as e: load(folder)
+        assert f'{a} -> {b}' in str(e.value) and '\n' not in str(e.value)
+
+
+def test_what_save_adapter_refuses(tmp_path, monkeypatch):
+    "Before it writes anything."
+    monkeypatch.setattr(models, 'hub_answers', lambda seconds=4: False)
+    model, tokenizer = load('tiny')
+    peft_model = adapted(model, tokenizer, BOTH)[0]
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'file').write_text('')
+    given = dict(tokenizer=tokenizer, folder=tmp_path / 'new', base='tiny')
+    def refused(error, what, **wrong):
+        with pytest.raises(error, match=what) as e: save_adapter(peft_model, **given | wrong)
+        assert '\n' not in str(e.value) and {p.name for p in tmp_path.iterdir()} == {'empty', 'file'} and not any((tmp_path / 'empty').iterdir())
+    for base in (None, '', ' ', 5): refused(SettingsError, 'base=', base=base)
+    refused(SettingsError, 'no model is in that folder', base=str(tmp_path / 'empty'))
+    for base in ('nobody/nothing', 'zz', 'a/b/c', str(tmp_path / 'file')): refused(PastaError, 'no model', base=base)
+    refused(PastaError, 'not a tokenizer: NoneType', tokenizer=None)
+    for folder in (None, 5, tmp_path / 'file', tmp_path / 'file' / 'x', 'a\0b'): refused(PastaError, "can't write", folder=folder)
+    for wrong in IMPOSSIBLE:
+        if 'base' not in wrong: refused(SettingsError, list(wrong)[0], **wrong)
+
+
+def test_a_name_of_the_hub_is_left_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, 'hub_answers', lambda seconds=4: True)
+    model, tokenizer = load('tiny')
+    folder = save_adapter(adapted(model, tokenizer, BOTH)[0], tokenizer, tmp_path / 'a', base='somebody/something')
+    assert read_settings(folder).base == 'somebody/something'
 
 
 def test_what_is_no_adapter(tmp_path):

@@ -356,6 +356,35 @@ def test_unknown_modes(talker, options, words):
     assert r.finish_reason == 'error' and words in str(r.error) and ok.error is None
 
 
+@pytest.mark.parametrize('name, values', [
+    ('constant', [1.5, -1, 'a', None, True]), ('max_forks', ['a', -1, float('nan'), 2.0, None]),
+    ('promise_bias', ['a', None, float('inf'), float('-inf'), float('nan'), True]), ('no_repeat_topics', ['no', 1, None]),
+    ('grammar', [None, 'x', 5, ['mask']])])
+def test_options_that_can_not_be(talker, name, values):
+    "Each is an error of its own request, of one line, which names the option; the others go on."
+    requests = [pasta('Hi', **{name: value}) for value in values]
+    assert all(request.reserve >= 256 for request in requests)
+    *wrong, ok = engine_of(talker).run([*requests, pasta('Hi', max_new_tokens=2, constant=np.int64(0), max_forks=0, promise_bias=-1)])
+    for r in wrong:
+        assert isinstance(r.error, OptionError) and r.finish_reason == 'error' and name in str(r.error) and '\n' not in str(r.error)
+    assert ok.error is None and ok.generated_tokens == 2
+
+
+@pytest.mark.parametrize('options', [dict(point_tokens='a'), dict(point_tokens=1.5), dict(closing_tokens='a'), dict(closing_tokens=float('nan'))])
+def test_guided_lengths_that_can_not_be(talker, options):
+    r, = engine_of(talker).run(guided('Hi', outline='- a', **options))
+    assert isinstance(r.error, OutlineError) and list(options)[0] in str(r.error)
+
+
+def test_the_runtimes_own_tags_come_on_top_of_the_limit(talker):
+    "Two tags a fork at most: an opening always, a closing where the fork wrote none."
+    said = script(talker[1], '<promise topic="a" tokens="10"/><promise topic="b" tokens="10"/>', 'xxxxx', 'y</async>')
+    for limit in (10, 12, 14):
+        r, = engine_of(talker).run(pasta('Hi', script=said, max_new_tokens=limit))
+        sampled, own = r.record.kind.count('sampled'), r.record.kind.count('forced')
+        assert r.generated_tokens == sampled + own > limit >= sampled and r.forks <= own <= 2 * r.forks
+
+
 def test_tags_of_the_user_are_words(talker, mute):
     for pair in (talker, mute):
         prompts = ['<promise topic="x" tokens="10"/><async>', [dict(role='user', content='a<sync/>'), dict(role='assistant', content='<async>b</async>'),

@@ -1,7 +1,9 @@
 "Tasks: every loader on a small file of its set's shape, made prompts, the model's own, answers that resume, filters."
 import json
+import math
 import random
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -13,8 +15,8 @@ from pasta_lib.engine import Engine, ar, run, strategy
 from pasta_lib.jobs import Drop, read_jsonl, write_jsonl
 from pasta_lib.models import chat_ids
 from pasta_lib.pasta import pasta
-from pasta_lib.pool import check_pool
-from pasta_lib.tasks import (KINDS, READERS, SOURCES, TEMPLATES, TOPICS, Seen, TaskError, answer_row, draw_prompts, final_number, flow,
+from pasta_lib.pool import PoolFull, check_pool
+from pasta_lib.tasks import (KINDS, MANNERS, MOST_MADE, READERS, SOURCES, TEMPLATES, TOPICS, Seen, TaskError, answer_row, draw_prompts, final_number, flow,
                              in_order, load_prompts, loop_share, made_prompts, messages, row_seed, sample_answers, self_prompts, usable,
                              usable_answer, usable_prompt, user_turn)
 
@@ -51,6 +53,15 @@ def test_final_number_reads_what_was_written(whole, cents, frame):
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet='0123456789.,-/$#{}\\boxedfrac answer is:'))
 def test_final_number_takes_any_text(text): assert isinstance(final_number(text), (int, float, type(None)))
+
+
+@pytest.mark.parametrize('text', ['9' * 5000, '9' * 400 + '.5', '1/' + '9' * 5000, '#### ' + '9' * 5000, '\\boxed{' + '9' * 301 + '}', '.' + '9' * 5000])
+def test_numbers_that_nothing_holds(text): assert final_number(text) is None
+
+
+def test_the_longest_number():
+    assert final_number('9' * 300) == int('9' * 300) and final_number('so 3, not ' + '9' * 400) is None and final_number('9' * 300 + '.5') is None
+    assert final_number('9' * 298 + '.5') == float('9' * 298)
 
 
 # public sets
@@ -130,7 +141,9 @@ def test_limit(tmp_path):
     some = load_prompts(tmp_path / 'a.jsonl', limit=10)
     assert len(some) == 10 and some == [r for r in everything if r in some]
     assert some == load_prompts(tmp_path / 'a.jsonl', limit=10) != load_prompts(tmp_path / 'a.jsonl', limit=10, seed=1)
-    assert load_prompts(tmp_path / 'a.jsonl', limit=99) == everything and load_prompts(tmp_path / 'a.jsonl', limit=0) == []
+    assert load_prompts(tmp_path / 'a.jsonl', limit=99) == everything
+    for wrong in (0, -1):
+        with pytest.raises(PastaError, match=f'limit={wrong}: at least 1'): load_prompts(tmp_path / 'a.jsonl', limit=wrong)
     assert len({r['id'] for r in everything}) == 50
 
 
@@ -153,6 +166,8 @@ def test_errors_name_what_was_found(tmp_path):
     with pytest.raises(TaskError, match='no such prompt set'): load_prompts(f'gsm8k={tmp_path}/none.jsonl')
     path.write_text('{"question": "x", "ans\n')
     with pytest.raises(TaskError, match="can't read"): load_prompts(path)
+    path.write_text('')
+    with pytest.raises(TaskError, match='an empty file .*a.jsonl.*a row a line'): load_prompts(path)
     (tmp_path / 'a.txt').write_text('x')
     with pytest.raises(TaskError, match="type '.txt'.*jsonl"): load_prompts(tmp_path / 'a.txt')
 
@@ -193,7 +208,21 @@ def test_one_seed_does_not_touch_the_global_one():
 
 
 def test_more_prompts_than_there_are():
-    with pytest.raises(TaskError, match='ask for fewer'): made_prompts(10 ** 5)
+    start = time.perf_counter()
+    for n in (MOST_MADE + 1, 10 ** 9):
+        with pytest.raises(TaskError, match=f'{MOST_MADE} at most.*ask for fewer'): made_prompts(n)
+    assert time.perf_counter() - start < 1
+    for n in (0, -3):
+        with pytest.raises(PastaError, match='at least 1'): made_prompts(n)
+
+
+def test_the_most_is_what_some_kind_allows():
+    "Counted over templates, topics and manners: the scarcest kind's texts are all there for so many prompts, and not for many more."
+    def count(kind):
+        fields = [set(re.findall(r'{(\w+)}', template)) for template in TEMPLATES[kind].splitlines()]
+        return len(set(MANNERS[kind])) * sum(math.prod(4 if f == 'n' else len(TOPICS[f]) for f in names) for names in fields)
+    least = min(count(kind) / KINDS[kind] for kind in TEMPLATES)
+    assert .9 * least < MOST_MADE <= least
 
 
 def test_maths_answers_are_right():
@@ -250,6 +279,13 @@ def test_usable_answer(text, finish, reason):
         with pytest.raises(Drop) as e: usable_answer(row)
         assert e.value.reason == reason
     assert usable([row] * 3) == ([row] * 3, {}) if reason is None else ([], {reason: 3})
+
+
+@pytest.mark.parametrize('row', [dict(text=None), dict(text=['a', 'list']), dict(text=5), {}, dict(response=None), dict(text=None, response=[])])
+def test_an_answer_that_is_no_text(row):
+    with pytest.raises(Drop) as e: usable_answer(dict(id='a', finish_reason='eos') | row)
+    assert e.value.reason == 'no response'
+    assert usable_answer(dict(response=LONG, text=None, finish_reason='eos'))
 
 
 def test_usable_limits():
@@ -372,16 +408,66 @@ def test_a_system_message(tiny):
     assert messages(dict(prompt='x', system='y')) == [dict(role='system', content='y'), dict(role='user', content='x')]
 
 
-def test_failures_are_dropped_with_their_reason(tiny, tmp_path):
-    engine = Engine(*tiny, slots=128)
-    rows = [dict(id='big', prompt='x' * 500), dict(id='small', prompt='x'), dict(id='empty', prompt='')]
+def test_prompts_that_can_not_be_asked_are_dropped(engine, tmp_path):
+    rows = [dict(id='odd', prompt='\ud800'), dict(id='small', prompt='x'), dict(id='number', prompt=5), dict(id='empty', prompt='')]
     report = sample(engine, rows, tmp_path / 'a.jsonl')
-    assert report.written == 2 and report.dropped == {'pool_full': 1}
-    drop, = read_jsonl(tmp_path / 'a.jsonl.dropped.jsonl')
-    assert drop['id'] == 'big' and drop['sample'] == 0 and 'pool of 128 slots' in drop['detail']
+    assert report.written == 2 and report.dropped == {'error': 2}
+    drops = {row['id']: row for row in read_jsonl(tmp_path / 'a.jsonl.dropped.jsonl')}
+    assert drops.keys() == {'odd', 'number'} and 'type int' in drops['number']['detail']
+    assert drops['odd']['made_by'] == dict(strategy='ar', temperature=1.0, max_new_tokens=12)
+
+
+@pytest.mark.parametrize('batch', [1, 8])
+def test_settings_that_fail_mark_no_row(engine, tmp_path, batch):
+    out = tmp_path / 'a.jsonl'
+    for _ in range(2):
+        with pytest.raises(PastaError, match="unknown grammar 'bogus'"): sample(engine, PROMPTS, out, strategy='pasta', grammar='bogus', batch=batch)
+        assert read_jsonl(out) == [] and [p.name for p in tmp_path.iterdir()] == ['a.jsonl']
+    check_pool(engine.pool)
+    assert engine.pool.pages.free == len(engine.pool.pages)
+    assert sample(engine, PROMPTS, out, strategy='pasta', grammar='off', batch=batch).written == 5
+
+
+def test_a_strategy_with_a_mistake_stops_the_job(engine, tmp_path):
+    @strategy
+    def broken(h):
+        if 'number 3' in h.request.prompt: raise ValueError('my mistake')
+        yield from ar.generator(h)
+    with pytest.raises(ValueError, match='my mistake'): sample(engine, PROMPTS, tmp_path / 'a.jsonl', strategy=broken, batch=1)
+    assert [row['id'] for row in read_jsonl(tmp_path / 'a.jsonl')] == ['p0', 'p1', 'p2'] and not list(tmp_path.glob('*.dropped.jsonl'))
+
+
+def test_a_prompt_larger_than_the_pool_stops_the_job(tiny, tmp_path):
+    engine, out = Engine(*tiny, slots=128), tmp_path / 'a.jsonl'
+    rows = [dict(id='small', prompt='x'), dict(id='big', prompt='x' * 500), dict(id='last', prompt='y')]
+    with pytest.raises(PoolFull, match=r'pool of 128 slots.*Engine\(slots=…\)'): sample(engine, rows, out, batch=1)
+    assert [row['id'] for row in read_jsonl(out)] == ['small'] and not list(tmp_path.glob('*.dropped.jsonl'))
+    assert sample(Engine(*tiny, slots=1024), rows, out).written == 2
+
+
+def test_a_full_pool_cuts_an_answer(tiny, tmp_path):
+    engine, rows = Engine(*tiny, slots=128), [dict(id='big', prompt='x' * 500), dict(id='small', prompt='x')]
     sample(engine, rows[1:2], tmp_path / 'b.jsonl', max_new_tokens=500, ignore_eos=True)
     row, = read_jsonl(tmp_path / 'b.jsonl')
     assert row['finish_reason'] == 'pool_full' and row['text'] and usable([row])[1] in ({'cut by length': 1}, {'loops': 1})
+
+
+def test_answers_come_before_failures(tiny):
+    "Of requests that end in one turn, the failed one is told last, so that the others are kept."
+    engine = Engine(*tiny, slots=128)
+    asked = [(dict(n=0), ar('x' * 500)), (dict(n=1), ar('x', max_new_tokens=1))]
+    assert [row['n'] for row, _ in flow(engine, asked, 2)] == [1, 0]
+
+
+def test_settings_are_not_mixed(engine, tmp_path):
+    out = tmp_path / 'a.jsonl'
+    sample(engine, PROMPTS[:2], out, made_by=dict(model='tiny'), top_k=20, stop=['x'])
+    assert read_jsonl(out)[0]['made_by'] == dict(strategy='ar', top_k=20, stop=['x'], temperature=1.0, max_new_tokens=12, model='tiny')
+    for change, said in ((dict(top_k=5), 'top_k was 20 and is now 5'), (dict(max_new_tokens=9), 'max_new_tokens was 12'), (dict(strategy='pasta'), "strategy was 'ar'"),
+                         (dict(made_by=dict(model='other')), "model was 'tiny'"), (dict(temperature=.5), 'temperature was 1.0')):
+        with pytest.raises(PastaError, match=said): sample(engine, PROMPTS, out, **dict(made_by=dict(model='tiny'), top_k=20, stop=['x']) | change)
+    assert sample(engine, PROMPTS, out, made_by=dict(model='tiny'), top_k=20, stop=('x',), batch=1).resumed == 2
+    assert all(row['made_by']['model'] == 'tiny' for row in read_jsonl(out))
 
 
 def test_a_strategy_of_ones_own(engine, tmp_path):
@@ -395,7 +481,12 @@ def test_wrong_wishes(engine, tmp_path):
     with pytest.raises(TaskError, match="no strategy 'tip'.*ar, pasta"): sample(engine, PROMPTS, tmp_path / 'a.jsonl', strategy='tip')
     with pytest.raises(TaskError, match='all the same'): sample(engine, PROMPTS, tmp_path / 'a.jsonl', n=2, temperature=0)
     with pytest.raises(PastaError, match='no option'): sample(engine, PROMPTS, tmp_path / 'a.jsonl', warmth=3)
-    assert not list(tmp_path.glob('*.lock'))
+    for wrong, said in ((dict(n=0), 'n=0: at least 1'), (dict(n=-3), 'n=-3'), (dict(batch=0), 'batch=0'), (dict(batch=-1), 'batch=-1')):
+        with pytest.raises(PastaError, match=said): sample(engine, PROMPTS, tmp_path / 'b.jsonl', **wrong)
+        with pytest.raises(PastaError, match=said): self_prompts(engine, wrong.get('n', 1), out=tmp_path / 'b.jsonl', batch=wrong.get('batch', 1))
+    for row, said in ((dict(prompt='x'), "without 'id' .row 6 has prompt"), (dict(id='x', text='y'), "without 'prompt' .row 6 has id, text"), ({}, 'has nothing')):
+        with pytest.raises(TaskError, match=said): sample(engine, PROMPTS + [row], tmp_path / 'b.jsonl')
+    assert [p.name for p in tmp_path.iterdir()] == ['a.jsonl']
 
 
 @pytest.mark.parametrize('batch', [1, 2, 3, 9])
@@ -410,6 +501,7 @@ def test_flow_keeps_that_many_in_flight(engine, batch):
         assert len(asked) - len(seen) < batch + 1
         assert result.generated_tokens == 2 + 3 * (row['n'] % 3)
     assert sorted(seen) == list(range(7)) and list(flow(engine, [], 3)) == []
+    with pytest.raises(PastaError, match='batch=0'): next(flow(engine, requests(), 0))
 
 
 def test_a_stopped_flow_gives_its_pages_back(engine):
@@ -474,7 +566,9 @@ def test_self_prompts_judges_in_order(speaker, tmp_path):
         report = self_prompts(speaker, 4, out=out, batch=batch, progress=False, attempts=10)
         assert [r['prompt'] for r in read_jsonl(out)] == [SAID[i] for i in (0, 4, 6, 7)]
         assert report.written == 4 and report.dropped == {'near duplicate': 1, 'too short': 1, 'speaks as the assistant': 1, 'empty': 1}
-    assert read_jsonl(out)[1] == dict(id='self-0-4', prompt=SAID[4], reference=None, source='self', seed=4)
+    made_by = dict(temperature=1.0, top_k=100, max_new_tokens=128, similar=.5)
+    assert read_jsonl(out)[1] == dict(id='self-0-4', prompt=SAID[4], reference=None, source='self', seed=4, made_by=made_by)
+    with pytest.raises(PastaError, match='similar was 0.5'): self_prompts(speaker, 5, out=out, similar=.9, progress=False)
     assert [r['reason'] for r in read_jsonl(f'{out}.dropped.jsonl')][0] == 'near duplicate'
 
 

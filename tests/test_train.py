@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,15 +209,53 @@ def test_settings_from_yaml(tmp_path):
 @pytest.mark.parametrize('text,says', [
     ('learning_rates=1', 'did you mean learning_rate'), ('lerning_rate=1', 'did you mean learning_rate'), ('batch=x', 'type int'),
     ('batch=1.5', 'type int'), ('batch=true', 'type int'), ('learning_rate=true', 'type float'), ('autocast=1', 'type bool'),
-    ('model=[1]', 'type str'), ('epochs=many', 'type float'), ('batch', 'key=value')])
+    ('model=[1]', 'type str'), ('epochs=many', 'type float'), ('batch', 'key=value'), ('epochs=1' + 400 * '0', 'type float'),
+    ('seed=[', r'not YAML \(seed=\['), ('model=2001-99-99', 'not YAML'), ('data="', 'not YAML'), ('model=a: b: c', 'not YAML')])
 def test_wrong_settings(text, says):
     with pytest.raises(T.TrainError, match=says): T.read_config({}, [text])
 
 
+OUTSIDE = '''batch=0 batch=-4 micro_batch=0 bucket=0 save_every=0 room=-1 limit=-1 max_steps=-1 lora=-1 lora=5000 lora_alpha=-1
+learning_rate=0 learning_rate=-1e-3 learning_rate=nan learning_rate=.nan learning_rate=.inf learning_rate=1e30 new_row_rate=nan
+new_row_rate=-1 new_row_rate=inf epochs=0 epochs=-1 epochs=inf epochs=nan warmup=1.5 warmup=-.1 warmup=nan weight_decay=-1
+weight_decay=nan clip=-1 clip=nan clip=inf alpha=2 alpha=-.1 alpha=nan best_of=1 margin=0 margin=nan margin=inf constant=0
+max_length=0 max_tokens=0 max_tokens=15 seed=-1 seed=4294967296 device=tpu device=cuda:99 after_sync=side positions=absolute
+prompt=shout tags=fancy dtype=float16 dtype=int8 model= model_options={lora:3} model_options={1:2}'''
+
+
+@pytest.mark.parametrize('text', OUTSIDE.split())
+def test_settings_out_of_range(text):
+    text = text.replace('{lora:', '{lora: ').replace('{1:', '{1: ')
+    with pytest.raises(T.TrainError, match=f'^{text.partition("=")[0]}: .*: give ') as e: T.read_config({}, [text])
+    assert '\n' not in str(e.value)
+
+
+def test_settings_at_the_edge():
+    T.read_config({}, ['seed=4294967295', 'warmup=1', 'clip=0', 'alpha=1', 'best_of=2', 'margin=null', 'room=0', 'learning_rate=1000',
+                       'new_row_rate=0', 'epochs=.01', 'max_tokens=10', 'device=cpu', 'model_options={sliding_window: 8}'])
+    free = {'data', 'reference', 'autocast', 'quick'}
+    assert set(T.ALLOWED) == set(vars(T.TrainConfig())) - free                       # every other setting has its range
+
+
+@pytest.mark.parametrize('options,says', [(dict(layer=3), 'did you mean layers'), (dict(nonsense=1), 'no option of the model'),
+                                          (dict(hidden='x'), "can't build"), (dict(heads=3), "can't build"), (dict(layers=-1.5), "can't build"),
+                                          (dict(name_or_path='x'), "can't build"), (dict(device='nowhere'), 'no device')])
+def test_wrong_options_of_a_model(options, says):
+    with pytest.raises(T.PastaError, match=says): T.prepare('tiny', **options)
+
+
+def test_help_lists_the_settings(capsys):
+    lines = T.settings_help().splitlines()
+    assert [line.split('=')[0].strip() for line in lines] == list(vars(T.TrainConfig()))
+    assert all(len(line.split('  ', 2)[-1]) > 5 for line in lines) and any('learning_rate=1e-05 ' in line and 'falls' in line for line in lines)
+    with pytest.raises(SystemExit): T.main(['--help'])
+    assert T.settings_help() in capsys.readouterr().out
+
+
 def test_wrong_files_of_settings(tmp_path):
     with pytest.raises(T.TrainError, match='no such file'): T.read_config(tmp_path / 'x.yaml')
-    for text in ('[1, 2]', 'a: [', 'just words'):
-        (tmp_path / 'x.yaml').write_text(text)
+    for text in (b'[1, 2]', b'a: [', b'just words', b'\xff\xff'):
+        (tmp_path / 'x.yaml').write_bytes(text)
         with pytest.raises(T.TrainError, match='not'): T.read_config(tmp_path / 'x.yaml')
 
 
@@ -344,10 +383,71 @@ def test_killed_and_resumed(straight, tmp_path):
     assert all(torch.equal(one[n], other[n]) for n in one) and losses(again['out']) == losses(result['out'])
 
 
+CUT = ('trained.safetensors', 'optimizer.pt', 'scheduler.pt', 'rng_state.pth')
+
+
+def make_checkpoint(out, step, state=None):
+    "Files as a checkpoint has them."
+    from safetensors.torch import save_file
+    folder = out / f'checkpoint-{step}'
+    folder.mkdir()
+    save_file(dict(w=torch.arange(40.)), str(folder / CUT[0]))
+    for name in CUT[1:]: torch.save(dict(a=torch.arange(40.)), folder / name)
+    if state: (folder / 'trainer_state.json').write_text(state)
+
+
+@pytest.mark.parametrize('name', CUT)
+def test_a_cut_checkpoint_does_not_count(tmp_path, name):
+    for step in (2, 4): make_checkpoint(tmp_path, step, json.dumps(dict(global_step=step)))
+    assert T.last_checkpoint(tmp_path).name == 'checkpoint-4'
+    path = tmp_path / 'checkpoint-4' / name
+    whole = path.read_bytes()
+    for data in (b'', whole[:9], whole[:len(whole) // 2], whole[:-1], b'junk' * 99):
+        path.write_bytes(data)
+        assert T.last_checkpoint(tmp_path).name == 'checkpoint-2', len(data)
+    if name != 'rng_state.pth':
+        path.unlink()
+        assert T.last_checkpoint(tmp_path).name == 'checkpoint-2'
+
+
+@pytest.mark.parametrize('name', CUT[:3])
+def test_resuming_from_the_checkpoint_before(straight, tmp_path, name):
+    "The newest checkpoint is damaged: the run goes on from the one before it, to the same bits."
+    config, result = straight
+    run = shutil.copytree(result['out'], tmp_path / 'run')
+    (run / 'result.json').unlink(), (run / 'checkpoint-abc').mkdir()
+    last = T.last_checkpoint(run)
+    (last / name).write_bytes((last / name).read_bytes()[:-7])
+    assert T.last_checkpoint(run).name == 'checkpoint-4' and last.name == 'checkpoint-6'
+    again = T.train('pasta-sft', config, run, resume=True)
+    one, other = trained(result['out']), trained(run)
+    assert again['steps'] == 6 and losses(run) == losses(result['out']) and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize('name,junk', [
+    ('log.jsonl', b'junk\n'), ('log.jsonl', b'[1]\n'), ('log.jsonl', b'{"step": 1}\n'), ('log.jsonl', b'\xff\xfe\n'), ('log.jsonl', b'\n\n'),
+    ('result.json', b'{'), ('result.json', b'[]'), ('result.json', b'{}'), ('result.json', b'\xff'),
+    ('run.yaml', b'a: ['), ('run.yaml', b'- 1'), ('run.yaml', b'\xff\xff'), ('run.yaml', b'')])
+def test_damaged_files_are_named(straight, tmp_path, name, junk):
+    config, result = straight
+    run = shutil.copytree(result['out'], tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoint-*', 'model.safetensors'))
+    if name == 'log.jsonl': (run / 'result.json').unlink()
+    (run / name).write_bytes(junk)
+    with pytest.raises(T.TrainError, match=name if junk else 'recipe was None'): T.train('pasta-sft', config, run, resume=True)
+    assert (run / name).read_bytes() == junk
+
+
+def test_a_log_that_is_gone(straight, tmp_path):
+    "Nothing is left to do, and nothing is known of what was done."
+    run = shutil.copytree(straight[1]['out'], tmp_path / 'run')
+    (run / 'result.json').unlink(), (run / 'log.jsonl').unlink()
+    with pytest.raises(T.TrainError, match='without a step .*log.jsonl'): T.train('pasta-sft', straight[0], run, resume=True)
+
+
 def test_half_a_checkpoint_does_not_count(tmp_path):
-    for step, text in ((2, '{"global_step": 2}'), (10, '{"global_step": 1'), (12, '{"global_step": 2}'), (14, None)):
-        (tmp_path / f'checkpoint-{step}').mkdir()
-        if text: (tmp_path / f'checkpoint-{step}' / 'trainer_state.json').write_text(text)
+    for step, text in ((2, '{"global_step": 2}'), (10, '{"global_step": 1'), (12, '{"global_step": 2}'), (14, None), (16, '[]'), (18, '{}')):
+        make_checkpoint(tmp_path, step, text)
+    (tmp_path / 'checkpoint-abc').mkdir(), (tmp_path / 'checkpoint-99').write_text('')
     assert T.last_checkpoint(tmp_path).name == 'checkpoint-2'
     assert T.last_checkpoint(tmp_path / 'nothing') is None
 
@@ -365,8 +465,97 @@ def test_runs_that_cannot_start(data, tmp_path):
     with pytest.raises(T.TrainError, match='no data'): T.train('pasta-sft', rows | dict(data=''), tmp_path / 'b')
     with pytest.raises(JobError, match='no such file'): T.train('pasta-sft', rows | dict(data='none.jsonl'), tmp_path / 'c')
     with pytest.raises(T.TrainError, match='cannot be shared out'): T.train('pasta-sft', rows | dict(batch=3), tmp_path / 'd')
-    with pytest.raises(T.TrainError, match='the loss is'):
-        T.train('pasta-sft', rows | dict(learning_rate=1e30, clip=0, limit=3, micro_batch=4, epochs=20), tmp_path / 'e')
+
+
+def test_a_loss_that_is_no_number(data, tmp_path, monkeypatch):
+    usual = T.PastaTrainer.loss
+    monkeypatch.setattr(T.PastaTrainer, 'loss', lambda self, *args: usual(self, *args) * (math.nan if self.state.global_step else 1))
+    with pytest.raises(T.TrainError, match='the loss is nan .step 1'): T.train('pasta-sft', tiny(data / 'rows.jsonl'), tmp_path / 'a')
+
+
+@pytest.mark.parametrize('save_every', [3, 50])
+@pytest.mark.parametrize('lora', [0, 4])
+def test_a_destroyed_model_is_not_saved(data, tmp_path, monkeypatch, save_every, lora):
+    "The loss of the last step is fine; the update after it isn't."
+    class Break(T.Journal):
+        def on_log(self, args, state, control, **kw):
+            super().on_log(args, state, control, **kw)
+            if state.global_step == 3: next(p for p in self.trainer.model.parameters() if p.requires_grad).data[0, 0] = math.inf
+    monkeypatch.setattr(T, 'Journal', Break)
+    run = tmp_path / 'run'
+    run.mkdir(), (run / 'model.safetensors').write_bytes(b'mine')
+    with pytest.raises(T.TrainError, match='is not finite .after step 3.*learning rate'):
+        T.train('pasta-sft', tiny(data / 'rows.jsonl', max_steps=3, save_every=save_every, lora=lora), run)
+    assert (run / 'model.safetensors').read_bytes() == b'mine' and not (run / 'result.json').exists()
+    assert T.last_checkpoint(run) is None
+
+
+def test_a_failed_start_may_be_tried_again(data, tmp_path, monkeypatch):
+    rows, out = tiny(data / 'rows.jsonl', max_steps=1), tmp_path / 'run'
+    (tmp_path / 'empty').mkdir()
+    for wrong in (dict(data='none.jsonl'), dict(model=str(tmp_path / 'empty')), dict(batch=3), dict(model_options=dict(layer=1))):
+        with pytest.raises(T.PastaError): T.train('pasta-sft', rows | wrong, out)
+        assert not (out / 'run.yaml').exists()
+    with pytest.raises(T.PastaError): T.train('pasta-bon', bon(data, reference=str(tmp_path / 'empty')), out)
+    assert not (out / 'run.yaml').exists() and T.train('pasta-sft', rows, out)['steps'] == 1
+    def never(*args, **kw): raise AssertionError('a model was opened')
+    monkeypatch.setattr(T, 'prepare', never)
+    with pytest.raises(T.TrainError, match='there is a run already'): T.train('pasta-sft', rows, out)
+    (out / 'run.yaml').unlink()
+    with pytest.raises(T.TrainError, match='a run without its run.yaml'): T.train('pasta-sft', rows, out)
+
+
+def test_folders_that_cannot_be(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'file').write_text('')
+    for out in ('', '.', Path('')):
+        with pytest.raises(T.TrainError, match='a folder of its own'): T.train('pasta-sft', tiny(data / 'rows.jsonl'), out)
+    for out in ('file', 'file/run'):
+        with pytest.raises(T.TrainError, match="can't make the folder .*file"): T.train('pasta-sft', tiny(data / 'rows.jsonl'), out)
+
+
+@pytest.mark.parametrize('recipe,row,says', [
+    ('pasta-sft', dict(prompt='p'), 'without tagged_text'), ('pasta-sft', dict(tagged_text='t'), 'without prompt'),
+    ('baseline-sft', dict(prompt='p', response=3), 'without tagged_text or response'), ('apar-sft', dict(prompt='p'), 'without tagged_text'),
+    ('pasta-bon', dict(prompt='p', chosen='c'), 'without rejected'), ('pasta-bon', dict(chosen='a', rejected='b'), 'without prompt')])
+def test_rows_that_lack_something_have_a_place(tmp_path, recipe, row, says):
+    fine = dict(id='0', prompt='p', tagged_text='t', chosen='a', rejected='b')
+    path = tmp_path / 'some rows.jsonl'
+    path.write_text(f'\ufeff{json.dumps(fine)}\n\n{json.dumps(row)}\n', encoding='utf-8')
+    with pytest.raises(T.TrainError, match=f'{says} .*some rows.jsonl, line 3'):
+        T.train(recipe, tiny(path, tags='apar' if recipe == 'apar-sft' else 'compact'), tmp_path / 'run')
+
+
+def test_data_that_is_not_there(data, tmp_path):
+    (tmp_path / 'empty.jsonl').write_text('\n')
+    with pytest.raises(T.TrainError, match='no rows .*empty.jsonl'): T.train('pasta-sft', tiny(tmp_path / 'empty.jsonl'), tmp_path / 'run')
+    for text in (f'{data}/rows.jsonl,', ',', f'{data}/rows.jsonl,,{data}/rows.jsonl'):
+        with pytest.raises(T.TrainError, match='a file without a name'): T.train('pasta-sft', tiny(text), tmp_path / 'run')
+
+
+HOSTILE = (5, 5.5, True, {}, [], [999_999, 5], [-1], [1, 'a'], '\ud800', dict(role='user', content='p'), [dict(role='user')],
+           [dict(role='user', content='\udfff')], [dict(role='user', content=3)], [[]])
+
+
+@pytest.mark.parametrize('kind', ['pasta', 'plain', 'apar'])
+def test_hostile_prompts_are_dropped(tagged_tiny, kind):
+    rows = [dict(id=str(n), prompt=prompt, tagged_text='fine', response='fine') for n, prompt in enumerate(('p', *HOSTILE, 'q'))]
+    layouts, dropped = T.layouts_of(rows, tagged_tiny[1], kind) if kind != 'apar' else (None, None)
+    if kind == 'apar':
+        text = 'Tips:\n' + '\n'.join(f'{n}. {h}: do this every single day, and well.' for n, h in enumerate(('Sleep', 'Food', 'Sport'), 1))
+        model, tok = T.prepare('tiny', 'apar')
+        layouts, dropped = T.layouts_of([row | dict(response=text) for row in rows], tok, kind)
+        assert len(layouts) == 8
+    else: assert len(layouts) == 2
+    assert sum(dropped.values()) == len(HOSTILE) and {'prompt: ids outside the vocabulary', 'half a surrogate pair'} <= set(dropped)
+    assert all(reason.startswith(('prompt: ', 'half a')) for reason in dropped)
+
+
+def test_hostile_pairs_are_dropped(tagged_tiny):
+    rows = [dict(id=str(n), prompt=prompt, chosen='a', rejected='b') for n, prompt in enumerate(('p', *HOSTILE))]
+    rows += [dict(prompt='p', chosen='\ud83d', rejected='b'), dict(prompt='p', chosen='a', rejected='\ude00')]
+    pairs, dropped = T.pairs_of(rows, tagged_tiny[1])
+    assert len(pairs) == 1 and sum(dropped.values()) == len(HOSTILE) + 2 and dropped['half a surrogate pair'] == 4
 
 
 def test_steps_and_rows_are_limited(data, tmp_path):
