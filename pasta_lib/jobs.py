@@ -191,7 +191,8 @@ def _held(path: Path) -> bool:
     return False
 
 def _taken(path: Path, out: Path, shard: str) -> ShardTaken:
-    holder = json.loads(path.read_text() or '{}') if path.exists() else {}
+    try: holder = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError): holder = {}              # just gone, or about to be written
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} is at it"
     return ShardTaken(f'shard {shard} of {out.name} is taken', f'{path}: {who}', 'let it finish')
 
