@@ -222,22 +222,23 @@ def alike(item: Item) -> str:
     if item.heading: return 'heading'
     return 'one of' if ONE_OF.match(item.body) else item.body.split()[0].lower()
 
-def find_paragraphs(text: str, lines: list[Line]) -> list[list[Item]]:
-    "Runs of three or more parallel paragraphs."
+def find_paragraphs(text: str, lines: list[Line], unlike: bool = False) -> list[list[Item]]:
+    "Runs of three or more parallel paragraphs; `unlike`: of two or more of any form, after a first one that opens the answer."
     single = [n for n, line in enumerate(lines) if line.kind == 'text' and not line.indent
               and 'text' not in [lines[m].kind for m in (n - 1, n + 1) if 0 <= m < len(lines)]]
     items = [make_item(text, lines[n].start, lines[n].end) for n in single]
-    items = [item for item in items if item.body and not CLOSERS.match(item.body)]
+    items = [item for item in items if item.body and not CLOSERS.match(item.body)][unlike:]
     runs = []
     for item in items:
-        joined = runs and not text[runs[-1][-1].end:item.start].strip() and alike(runs[-1][-1]) == alike(item)
+        joined = runs and not text[runs[-1][-1].end:item.start].strip() and (unlike or alike(runs[-1][-1]) == alike(item))
         runs[-1].append(item) if joined else runs.append([item])
-    return [run for run in runs if len(run) > 2]
+    return [run for run in runs if len(run) > (1 if unlike else 2)]
 
-def find_parts(text: str) -> list[list[Item]]:
-    "The answer's parallel parts, in groups: its sections, else its lists, else its parallel paragraphs."
+def find_parts(text: str, paragraphs: bool = False) -> list[list[Item]]:
+    "The answer's parallel parts, in groups: its sections, else its lists, else its parallel paragraphs (`paragraphs`: or any)."
     lines = read_lines(text)
-    return find_sections(text, lines) or find_lists(text, lines) or find_inline(text) or find_paragraphs(text, lines)
+    found = find_sections(text, lines) or find_lists(text, lines) or find_inline(text) or find_paragraphs(text, lines)
+    return found or (find_paragraphs(text, lines, unlike=True) if paragraphs else [])
 
 # %% ../nbs/42_annotate.ipynb #42annotate-026
 KINDS = 'steps', 'code', 'maths'
@@ -329,6 +330,7 @@ class Structural:
     most: int = 8                        # blocks of an answer
     least: int = 8                       # tokens of a part's body
     refuse: bool = True
+    paragraphs: bool = False             # propose any paragraphs after the first: for `Likelihood`, which measures them
 
     def __call__(self, row: dict) -> dict:
         text, count = response_of(row), counter(self.tokenizer)
@@ -340,7 +342,7 @@ class Structural:
     def propose(self, row: dict, text: str, count) -> tuple[list[Item], str]:
         "The items that become blocks, or none and the reason. Raises `Drop` for an answer that repeats itself."
         if reason := self.refuse and refusal(row, text): return [], reason
-        groups = find_parts(text)
+        groups = find_parts(text, self.paragraphs)
         if not groups: return [], 'no parts'
         if any(map(repeats, groups)): raise Drop('repeats', groups[0][0].heading)
         if self.refuse and any(map(in_sequence, groups)): return [], 'steps'

@@ -458,7 +458,7 @@ def _row(whole: Layout, thread: np.ndarray, n: int, last: int) -> Layout:
 # %% ../nbs/14_baselines.ipynb #14baselines-055
 def apar_rows(rows: Iterable[dict], plain: float = 1.0, seed: int = 0, dropped: dict | None = None) -> list[dict]:
     """Rows with `tree` (as JSON) and `why` (None, or why there is no structure), in their order. `plain`: unstructured
-    rows kept per structured one, chosen by a hash of their ids. `dropped` is filled with counts by reason."""
+    rows kept per structured one, chosen by a hash of their ids. A row that brings a `tree` keeps it. `dropped` is filled with counts by reason."""
     dropped, found = {} if dropped is None else dropped, [_with_tree(row) for row in rows]
     def drop(reason): dropped[reason] = dropped.get(reason, 0) + 1
     rank = lambda row: hashlib.sha256(f'{seed}/{row.get("id")}/{row["response"]}'.encode()).digest()
@@ -474,6 +474,7 @@ def apar_rows(rows: Iterable[dict], plain: float = 1.0, seed: int = 0, dropped: 
 def _with_tree(row: dict) -> dict | None:
     text = row.get('response')
     if not isinstance(text, str) or not text.strip(): return None
+    if row.get('tree'): return dict(why=None) | row
     try: return row | dict(tree=[asdict(s) for s in apar_tree(text)], why=None)
     except NoTree as e: return row | dict(tree=[asdict(Stretch(text))], why=e.reason)
 

@@ -59,7 +59,7 @@ def command(fn):
             if code == 2: say(f'pasta: {one_line(e)}')
             if options.get('as_json') and not print_json.done: print_json(dict(error=one_line(e)))
         raise typer.Exit(code or 0)
-    return app.command()(run)
+    return app.command(fn.__name__.rstrip('_').replace('_', '-'))(run)
 
 # %% ../nbs/60_cli.ipynb #60cli-009
 def _plain(value):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['read_prompts', 'read_number', 'read_answers', 'line_of', 'sample', 'other_file', 'resumable', 'print_report',
-           'Annotator', 'make_annotator', 'only_usable', 'annotate', 'train']
+           'Annotator', 'make_annotator', 'only_usable', 'annotate', 'train', 'System', 'Size', 'read_seeds',
+           'experiment', 'eval_', 'results']
 
 # %% ../nbs/64_commands.ipynb #64commands-003
 import re
@@ -165,3 +166,56 @@ def train(recipe: Annotated[str, typer.Argument(help='pasta-sft, baseline-sft, a
     if as_json: print_json(found)
     else: print(f'{found["steps"]} steps, {found["tokens"]} tokens, {found["seconds"]:.0f} s, loss {found["loss"]:.4f}: {found["out"]}')
     return 130 if found.get('interrupted') else 0
+
+# %% ../nbs/64_commands.ipynb #64commands-041
+class System(str, Enum):
+    "Whose experiment."
+    pasta = 'pasta'
+
+class Size(str, Enum):
+    "tiny: a task whose quality is exact; smollm2: a real model."
+    tiny = 'tiny'
+    smollm2 = 'smollm2'
+
+def read_seeds(text: str) -> list[int]:
+    "'0,1,2' -> [0, 1, 2]."
+    if not re.fullmatch(r'\d{1,9}(,\d{1,9})*', text): raise PastaError(f'no seeds: {text[:20]!r}', fix='write 0,1,2')
+    return [int(seed) for seed in text.split(',')]
+
+# %% ../nbs/64_commands.ipynb #64commands-042
+@command
+def experiment(system: System, scale: Size = Size.tiny, out: Annotated[Optional[Path], Flag(help='Folder of the runs.')] = None,
+               seeds: Annotated[str, Flag(help='tiny only: one run each.')] = '0,1,2',
+               instructions: Annotated[str, Flag(help='smollm2 only: prompts beside the made ones; SET, SET=FILE, or nothing.')] = 'self_instruct',
+               sets: Annotated[str, Flag(help='smollm2 only: prompts to evaluate on; SET or SET=FILE, with commas between.')] = 'vicuna80,alpaca_eval',
+               table: Annotated[Optional[Path], Flag(help='Write the table to this CSV file too.')] = None, as_json: Json = False):
+    "Train and measure everything of a chapter's experiment (tiny: an hour or two; smollm2: under three hours); resumes."
+    from pasta_lib import experiment_pasta as lab
+    out = out or Path('runs') / f'{system.value}-{scale.value}'
+    with quietly(as_json), resumable(out):
+        if scale == Size.tiny: rows = lab.run_tiny(out, read_seeds(seeds), table=table, report=say)
+        else: rows = lab.run_real(out, instructions=instructions, sets=sets.split(','), table=table, report=say)
+    print_json(dict(rows=rows)) if as_json else print(lab.format_table(rows))
+
+# %% ../nbs/64_commands.ipynb #64commands-043
+@command
+def eval_(system: System, scale: Size = Size.tiny, limit: Annotated[int, Flag(help='So many prompts.')] = 40,
+             prompts: Annotated[str, Flag(help='smollm2 only: what to ask, as for `pasta sample`.')] = 'made:400',
+             folder: Annotated[Optional[Path], Flag(help='Runs of `pasta experiment`; by default the committed checkpoints.')] = None,
+             seed: int = 0, out: Annotated[Optional[Path], Flag(help='Write the rows to this CSV file too.')] = None, as_json: Json = False):
+    "Decode fresh prompts with every method's checkpoint: quality, speedup, parallelism."
+    from pasta_lib import experiment_pasta as lab
+    from pasta_lib.jobs import at_least_one
+    at_least_one(limit=limit)
+    with quietly(as_json):
+        if scale == Size.tiny: rows = lab.evaluate_tiny(limit, seed, folder)
+        else: rows = lab.evaluate_real(read_prompts(prompts, limit, seed), seed, folder)
+    if out: lab.save_table(rows, out, seed)
+    print_json(dict(rows=rows)) if as_json else print(lab.format_table(rows))
+
+@command
+def results(as_json: Json = False):
+    "The papers' claims beside ours, from the committed tables."
+    from pasta_lib import experiment_pasta as lab
+    found = lab.claims()
+    print_json(dict(claims=found)) if as_json else print(lab.format_claims(found))
