@@ -621,7 +621,7 @@ def run_real(out: str | Path = 'runs/pasta-smollm2', scale: RealScale | None = N
         save_table([dict(stage=stage, seconds=seconds) for stage, seconds in spent.items()], Path(table).with_name(Path(table).stem + '_stages.csv'), dtype='bfloat16')
     return rows
 
-# %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-067
+# %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-066
 def tiny_claims(rows: Sequence[dict]) -> list[dict]:
     "The thesis's claims beside the tiny experiment's table."
     if not rows: return []
@@ -652,7 +652,7 @@ def tiny_claims(rows: Sequence[dict]) -> list[dict]:
         claim('a second round improves the front', 'no saturation after two rounds', f'mean over λ: round 1 {both(one)}, round 2 {both(two)}; {better} of '
               f'{len(two)} better in both' if two else 'one round only', better > len(two) / 2 if two else None, 'tiny')]
 
-# %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-068
+# %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-067
 def real_claims(rows: Sequence[dict], timing: Sequence[dict] = ()) -> list[dict]:
     "The thesis's claims beside the SmolLM2 table (its first set of prompts) and the timing of interleaved rounds."
     if not rows: return []
