@@ -721,7 +721,7 @@ def render(document: Document) -> str:
         if not tag:
             source = escape(source, document.lang)
             if i + 1 < len(runs):
-                source = re.sub('&((?:amp;)*#96;)$', r'&amp;\1', source)
+                source = re.sub(r'&((?:amp;)*#96;)\Z', r'&amp;\1', source)
                 between = i + 2 < len(runs) and runs[i + 2][1].startswith('`')
                 if between and source.endswith('`'): source = source[:-1] + '&#96;'
         out.append(source)

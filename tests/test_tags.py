@@ -137,6 +137,12 @@ def test_render_of_parse_is_stable(text, lang, policy):
 word = st.one_of(st.text(max_size=8), st.sampled_from(FRAGMENTS), tagged)
 topic = st.one_of(st.text(min_size=1, max_size=MAX_TOPIC), tagged).filter(str.strip)
 
+@pytest.mark.parametrize('text', ['&#96;', '&#96;\n', '&amp;#96;\n', '`\n'])
+def test_an_escape_before_a_tag_round_trips(text):
+    doc = Document([Text(text), Promise('a', 10), Async('')])
+    assert parse(render(doc)).nodes[0] == Text(text) and parse(render(doc)).problems == []
+
+
 @SETTINGS
 @given(st.lists(st.tuples(st.sampled_from('tps'), word, topic, st.integers(1, 1000)), max_size=6))
 def test_any_pasta_document_round_trips(parts):
