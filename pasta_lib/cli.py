@@ -9,7 +9,7 @@ __all__ = ['app', 'Model', 'Json', 'Device', 'Flag', 'COLOURS', 'Commands', 'say
            'open_engine', 'check', 'Bench', 'bench', 'demo']
 
 # %% ../nbs/60_cli.ipynb #60cli-002
-import json, re, sys, tempfile
+import json, math, re, sys, tempfile
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -67,8 +67,14 @@ def _plain(value):
     if is_dataclass(value): return asdict(value) | {'kind': type(value).__name__}
     return value.item() if hasattr(value, 'item') else str(value)
 
+def _finite(value):
+    "The same with None for numbers that JSON can't write: nan and infinities."
+    if isinstance(value, dict): return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)): return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 def print_json(value):
-    print(json.dumps(value, default=_plain))
+    print(json.dumps(_finite(value), default=_plain))
     print_json.done = True
 
 def quietly(as_json: bool): return redirect_stdout(sys.stderr) if as_json else nullcontext()

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['LABELS', 'RULES', 'SIZES', 'KINDS', 'LIMITS', 'START_KINDS', 'BON_KINDS', 'MODEL', 'SFT', 'START', 'BON',
-           'TINY_CHECKPOINTS', 'REAL_CHECKPOINTS', 'SHORT', 'COLOURS', 'DRAW', 'Part', 'Problem', 'make_problem',
+           'TINY_CHECKPOINTS', 'REAL_CHECKPOINTS', 'FOLDED', 'COLOURS', 'DRAW', 'Part', 'Problem', 'make_problem',
            'marks', 'grade', 'Annotator', 'block', 'apar_tree', 'problem_rows', 'points_at_once', 'request_of',
            'decode', 'parallelism_of', 'measure', 'TinyScale', 'lam_name', 'tiny_stage_one', 'scored_samples',
-           'pairs_for', 'tiny_stage_two', 'compare_tiny', 'tiny_results', 'save_table', 'read_table', 'run_tiny',
-           'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged', 'claim', 'draw_front', 'draw_knob', 'gain',
-           'training_rows', 'RealScale', 'self_answers', 'is_code', 'percent', 'describe_answers', 'repeats_itself',
-           'spoilt', 'real_pairs', 'real_path', 'real_answers', 'compare_real', 'time_real', 'run_real', 'tiny_claims',
-           'real_claims', 'claims', 'format_claims']
+           'pairs_for', 'tiny_stage_two', 'fresh_rows', 'compare_tiny', 'tiny_results', 'save_table', 'read_table',
+           'run_tiny', 'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged', 'claim', 'draw_front', 'draw_knob',
+           'gain', 'training_rows', 'RealScale', 'self_answers', 'is_code', 'percent', 'describe_answers',
+           'repeats_itself', 'spoilt', 'real_pairs', 'real_path', 'real_answers', 'compare_real', 'time_real',
+           'run_real', 'tiny_claims', 'real_claims', 'claims', 'format_claims']
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-003
 import csv, json, math, random, re, time
@@ -257,6 +257,14 @@ def tiny_stage_two(folder: Path, seed: int, scale: TinyScale):
             policy = folder / name
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-026
+def fresh_rows(n: int, seed: int, trained: int, scale: TinyScale | None = None) -> list[dict]:
+    "n problems whose prompts no stage of the run with seed `trained` has read."
+    scale = scale or TinyScale()
+    read = [(scale.plain_rows, 500_000, START_KINDS), (scale.rows, trained, KINDS), *((scale.prompts, 1000 * r + trained, BON_KINDS) for r in (1, 2))]
+    seen = {row['prompt'] for rows in read for row in problem_rows(*rows)}
+    rows = [row for row in problem_rows(4 * n, 9000 + seed) if row['prompt'] not in seen]
+    return rows[:n]
+
 def compare_tiny(runs: dict[str, tuple[str, str]], rows: Sequence[dict], seed: int = 0, sampled: Sequence[str] = ()) -> list[dict]:
     """A row per method (name -> checkpoint and way of decoding; one is called `baseline`) and kind of problem: greedy, and for the
     methods named in `sampled` also at temperature 1."""
@@ -273,11 +281,11 @@ def compare_tiny(runs: dict[str, tuple[str, str]], rows: Sequence[dict], seed: i
     return found
 
 def tiny_results(folder: Path, seed: int, scale: TinyScale) -> list[dict]:
-    "Every method of a folder on problems that no model has seen."
+    "Every method of a folder, on `fresh_rows`."
     bon = {p.name: (p, 'pasta') for p in sorted(folder.glob('bon-*')) if (p / 'result.json').exists()}
     runs = dict(baseline=('baseline', 'baseline'), sot=('baseline', 'sot'), apar=('apar', 'apar'), pasta=('pasta', 'pasta'))
     runs = {name: (folder / checkpoint, method) for name, (checkpoint, method) in runs.items()} | bon
-    return compare_tiny(runs, problem_rows(scale.tests, 9000 + seed), seed, ['pasta', *(name for name in bon if name.endswith('1'))])
+    return compare_tiny(runs, fresh_rows(scale.tests, seed, seed, scale), seed, ['pasta', *(name for name in bon if name.endswith('1'))])
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-027
 def save_table(rows: Sequence[dict], path: str | Path, seed: int | str = 0, dtype: str = 'float32') -> Path:
@@ -323,7 +331,7 @@ TINY_CHECKPOINTS = dict(baseline=('tiny-baseline', 'baseline'), sot=('tiny-basel
 def evaluate_tiny(limit: int = 40, seed: int = 0, folder: str | Path | None = None) -> list[dict]:
     "Rows per method on so many fresh problems: of the committed checkpoints (trained with seed 0), or of a folder of `run_tiny`."
     if folder: return tiny_results(Path(folder) / str(seed), seed, TinyScale(tests=limit))
-    return compare_tiny(TINY_CHECKPOINTS, problem_rows(limit, 9000 + seed), seed)
+    return compare_tiny(TINY_CHECKPOINTS, fresh_rows(limit, seed, trained=0), seed)
 
 def evaluate_real(prompts: Sequence[dict], seed: int = 0, folder: str | Path | None = None) -> list[dict]:
     "Rows per method on these prompts: of the committed adapters, or of a folder of `run_real`."
@@ -337,12 +345,12 @@ def evaluate_real(prompts: Sequence[dict], seed: int = 0, folder: str | Path | N
 REAL_CHECKPOINTS = dict(baseline='smollm2-baseline', pasta='smollm2-pasta')
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-033
-SHORT = ('words_of_baseline', 'loops_of_baseline', 'speedup_arithmetic', 'tokens')
+FOLDED = ('words_of_baseline', 'loops_of_baseline', 'speedup_arithmetic', 'tokens')
 
 def format_table(rows: Sequence[dict]) -> str:
     "Rows for people: numbers to the right, kinds of problems folded away."
     import pandas as pd
-    rows = [{k: v for k, v in row.items() if k not in SHORT} for row in rows if row.get('kind', 'all') == 'all']
+    rows = [{k: v for k, v in row.items() if k not in FOLDED} for row in rows if row.get('kind', 'all') == 'all']
     return pd.DataFrame(rows).to_string(index=False, float_format='{:.2f}'.format)
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-040

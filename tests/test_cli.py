@@ -437,3 +437,9 @@ def test_smollm2_follows_an_outline(smollm2, monkeypatch, outline):
     found = only_json(pasta('generate', '--outline', outline, '--prompt', 'Where should we go?', '--max-new-tokens', 30,
                             '--point-tokens', 12, '--json'))
     assert found['forks'] == 2 and found['parallelism'] > 1.2
+
+
+def test_numbers_that_json_cannot_write_are_null(capsys):
+    cli.print_json(dict(a=float('nan'), b=[1.5, (float('inf'), -float('inf'))], c=dict(d=0), e='nan'))
+    def refuse(word): raise ValueError(word)
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse) == dict(a=None, b=[1.5, [None, None]], c=dict(d=0), e='nan')

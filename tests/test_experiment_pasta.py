@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from pasta_lib.annotate import Structural, find_paragraphs, find_parts, read_lines, verify
 from pasta_lib.engine import Engine, ar, replay_deviation
-from pasta_lib.experiment_pasta import (KINDS, SIZES, Annotator, apar_tree, averaged, claims, compare_real, decode, describe_answers, format_claims, gain, grade,
+from pasta_lib.experiment_pasta import (BON_KINDS, KINDS, SIZES, START_KINDS, Annotator, TinyScale, apar_tree, averaged, claims, compare_real, decode, describe_answers, format_claims, fresh_rows, gain, grade,
                                         make_problem, marks, measure, pairs_for, percent, points_at_once, problem_rows, read_table, real_claims,
                                         repeats_itself, save_table, tiny_claims, training_rows)
 from pasta_lib.jobs import Drop
@@ -685,3 +685,13 @@ def test_paragraphs_that_open_alike_are_found_as_before():
     row = dict(id='x', prompt='q', text=text)
     assert Structural(paragraphs=True)(row) == Structural()(row) and Structural()(row)['chunks'] == 3        # the first one too
     assert Structural().paragraphs is False
+
+
+def test_fresh_problems_were_never_read():
+    scale = TinyScale(plain_rows=3000, rows=2000, prompts=50)
+    fresh = fresh_rows(60, 1, 3, scale)
+    read = problem_rows(3000, 500_000, START_KINDS) + problem_rows(2000, 3) + problem_rows(50, 1003, BON_KINDS) + problem_rows(50, 2003, BON_KINDS)
+    seen = {row['prompt'] for row in read}
+    assert len(fresh) == 60 and not seen & {row['prompt'] for row in fresh}
+    assert seen & {row['prompt'] for row in problem_rows(200, 9001)}                    # without a look they would have been
+    assert fresh == fresh_rows(60, 1, 3, scale) == fresh_rows(80, 1, 3, scale)[:60]
