@@ -606,7 +606,7 @@ def run_real(out: str | Path = 'runs/pasta-smollm2', scale: RealScale | None = N
     from pasta_lib.models import load
     from pasta_lib.tasks import load_prompts
     scale, out, rows, started = scale or RealScale(), Path(out), [], time.perf_counter()
-    prompts = {one.partition('=')[0]: load_prompts(one, scale.limit or 80) for one in sets}         # before hours are spent
+    prompts = {Path(one.partition('=')[0]).stem: load_prompts(one, scale.limit or 80) for one in sets}       # before hours are spent
     out.mkdir(parents=True, exist_ok=True)
     spent = json.loads((out / 'seconds.json').read_text()) if (out / 'seconds.json').exists() else {}    # of each stage, over all tries
     def note(stage, facts):

@@ -324,11 +324,12 @@ def _devices() -> list[str]:
     return ['auto', 'cpu'] + ['cuda'] * torch.cuda.is_available()
 
 # %% ../nbs/45_train.ipynb #45train-039
-def read_config(source: str | Path | dict | TrainConfig | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Settings from a YAML file or a dict, changed by texts `key=value`. `TrainError` names the nearest key, or what the
-    value may be."""
+def read_config(source: str | Path | dict | TrainConfig | None = None, overrides: Sequence[str] | dict = ()) -> TrainConfig:
+    """Settings from a YAML file or a dict, changed by another dict or by texts `key=value`. `TrainError` names the nearest key, or
+    what the value may be."""
     if isinstance(source, TrainConfig): source = asdict(source)
     if not isinstance(source, dict): source = _read_yaml(source) if source else {}
+    if isinstance(overrides, dict): source, overrides = source | overrides, ()
     for text in overrides:
         key, equals, value = text.partition('=')
         if not equals: raise TrainError(f'not a setting: {text!r}', fix='write key=value')
@@ -801,7 +802,7 @@ def _vocab(config: TrainConfig, tok) -> TagVocab:
     return TagVocab('compact' if config.tags in ('none', 'apar') else config.tags, config.max_tokens)
 
 # %% ../nbs/45_train.ipynb #45train-070
-def train(recipe: str, config: TrainConfig | dict | str | Path, out, resume: bool = False, overrides: Sequence[str] = (),
+def train(recipe: str, config: TrainConfig | dict | str | Path, out, resume: bool = False, overrides: Sequence[str] | dict = (),
           show: bool = False) -> dict:
     """Run a recipe into the folder `out`, where `load` finds the model afterwards. Returns steps, tokens, seconds, loss
     (mean of the last ten steps), out, rows, dropped, interrupted. `resume`: go on from the last checkpoint."""

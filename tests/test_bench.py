@@ -144,6 +144,20 @@ def test_bench_threads(monkeypatch):
     assert real['baseline'] == by['guided, theoretical speedup']['value'] > 1
 
 
+@pytest.mark.parametrize('dtype,lora', [('float32', None), ('bfloat16', 8)])
+def test_bench_training(monkeypatch, dtype, lora):
+    import pasta_lib.train as T
+    asked, measure = {}, T.bench_training
+    monkeypatch.setattr(T, 'bench_training', lambda name, tokens, documents, rounds, **how: asked.update(how, documents=documents) or
+                        measure(name, tokens, 1, 1, **how))
+    result = bench('training', 'tiny', dtype=dtype, scale=SMALL)
+    causal, ours = result['rows']
+    assert [causal['name'], ours['name'], ours['unit']] == ['causal attention', 'our masks', 'tokens/s']
+    assert causal['baseline'] is None and ours['baseline'] == causal['value'] and ours['ratio'] > 0
+    assert asked == dict(lora=lora, dtype=dtype, quick=dtype != 'float32', documents=SMALL.batch // 2)
+    assert result['hardware']['dtype'] == dtype
+
+
 def test_compiled_contestant(monkeypatch, tiny):
     "Without a compiler in the test: an engine that is only called compiled gives the same rows."
     made = []

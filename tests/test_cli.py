@@ -374,7 +374,8 @@ def test_bench(monkeypatch, tmp_path):
     assert module.read_rows(tmp_path / 'rows.csv')['rows'][0]['value'] == 0.25
     r = pasta('bench', 'threads', '-m', 'tiny', '--json', '--dtype', 'float32')
     assert only_json(r)['rows'][0]['value'] == 0.25 and 'noise' in r.stderr
-    assert asked == [('step', 'smollm2', True, 'bfloat16'), ('threads', 'tiny', False, 'float32')]
+    assert only_json(pasta('bench', 'training', '-m', 'tiny', '--json'))['rows'][0]['unit'] == 's'
+    assert asked == [('step', 'smollm2', True, 'bfloat16'), ('threads', 'tiny', False, 'float32'), ('training', 'tiny', False, 'bfloat16')]
 
 
 def test_an_interrupted_bench_is_130(monkeypatch):

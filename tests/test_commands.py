@@ -138,6 +138,15 @@ def test_help_names_what_a_source_may_be():
     assert all(name in text for name in [*SOURCES, *FILES, 'made:N', 'self:N', 'tag tokens', 'At most so many'])
 
 
+@pytest.mark.parametrize('arguments', [['--help'], ['pasta-sft', '--help'], ['-h']])
+def test_help_of_train_lists_recipes_and_settings(arguments):
+    from pasta_lib.train import RECIPES, TrainConfig, settings_help
+    said = pasta('train', *arguments)
+    assert settings_help() in said and all(f'  {name}=' in said for name in vars(TrainConfig()))
+    words = ' '.join(said.split())
+    assert all(f'{name} {recipe.about}' in words for name, recipe in RECIPES.items()) and 'Settings' not in pasta('sample', '--help')
+
+
 def test_sample_is_resumed(tmp_path):
     out = tmp_path / 'out.jsonl'
     options = ['made:2', '--model', 'tiny', '--n', 2, '--max-new-tokens', 4, '--dtype', 'float32', '--slots', 2048, '--out', out]

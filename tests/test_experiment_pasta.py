@@ -2,19 +2,21 @@
 import math
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from pasta_lib import experiment_pasta, models
 from pasta_lib.annotate import Structural, find_paragraphs, find_parts, read_lines, verify
 from pasta_lib.engine import Engine, ar, replay_deviation
-from pasta_lib.experiment_pasta import (BON_KINDS, KINDS, SIZES, START_KINDS, Annotator, TinyScale, apar_tree, averaged, claims, compare_real, decode, describe_answers, format_claims, fresh_rows, gain, grade,
+from pasta_lib.experiment_pasta import (BON_KINDS, KINDS, SIZES, START_KINDS, Annotator, RealScale, TinyScale, apar_tree, averaged, claims, compare_real, decode, describe_answers, format_claims, fresh_rows, gain, grade,
                                         make_problem, marks, measure, pairs_for, percent, points_at_once, problem_rows, read_table, real_claims,
-                                        repeats_itself, save_table, tiny_claims, training_rows)
-from pasta_lib.jobs import Drop
+                                        repeats_itself, run_real, save_table, time_real, tiny_claims, training_rows)
+from pasta_lib.jobs import Drop, write_jsonl
 from pasta_lib.judge import ExactJudge
-from pasta_lib.models import add_tokens, tiny_model
+from pasta_lib.models import add_tokens, load, save, tiny_model
 from pasta_lib.pasta import pasta
 from pasta_lib.tags import Async, Promise, Sync, TagVocab, encode_promise, lint, parse, plain
 from pasta_lib.tasks import MANNERS, TEMPLATES, TOPICS, made_prompts, open_prompt, without_loops
@@ -695,3 +697,28 @@ def test_fresh_problems_were_never_read():
     assert len(fresh) == 60 and not seen & {row['prompt'] for row in fresh}
     assert seen & {row['prompt'] for row in problem_rows(200, 9001)}                    # without a look they would have been
     assert fresh == fresh_rows(60, 1, 3, scale) == fresh_rows(80, 1, 3, scale)[:60]
+
+
+# --- the whole path of the real model, on a stand-in ------------------------------------------------------------------
+def test_the_real_path_runs_and_resumes(tmp_path, monkeypatch):
+    "Every stage as `pasta experiment pasta --scale smollm2` runs it, with a tiny model in SmolLM2's place and answers given."
+    base, out, table = tmp_path / 'base', tmp_path / 'run', tmp_path / 'table.csv'
+    save(*tiny_model(layers=2, hidden=32, heads=2, kv_heads=2), base)
+    source = models._source
+    monkeypatch.setattr(models, '_source', lambda name, *a, **kw: str(base) if name == 'smollm2' else source(name, *a, **kw))
+    monkeypatch.setattr(experiment_pasta, 'time_real', partial(time_real, n=1, rounds=1))
+    scale, asked = RealScale(prompts=8, bon_prompts=6, n=3, batch=8, limit=2), tmp_path / 'asked.jsonl'
+    write_jsonl(asked, [dict(id=f'q{n}', prompt=f'Give me {n} tips.') for n in range(3)])
+    rows = [row | dict(tagged_text=FORMS['good' if n % 2 else 'bare']) for n, row in enumerate(made_prompts(8))]
+    rows = [row | dict(text=(text := plain(parse(row['tagged_text']))), response=text, chunks=3 * (n % 2), sample=0, finish_reason='eos') for n, row in enumerate(rows)]
+    for name in ('answers', 'annotated'): write_jsonl(out / f'{name}.jsonl', rows)
+    found, said = run_real(out, scale, '', (str(asked),), table, lambda line: None), []
+    assert [row['method'] for row in found] == ['baseline', 'pasta', 'bon'] and {row['n'] for row in found} == {2} and found[0]['win_rate'] == 50
+    assert [(row['method'], row['set']) for row in read_table(table)] == [(row['method'], 'asked') for row in found]
+    stages = [row['stage'] for row in read_table(tmp_path / 'table_stages.csv')]
+    assert stages == ['answers', 'annotate', 'mix', 'pasta', 'baseline', 'samples of pasta', 'samples of baseline', 'samples of untrained', 'pairs',
+                      'bon', 'evaluate on asked', 'timing'] and len(read_table(tmp_path / 'table_timing.csv')) == 1
+    assert load(str(out / 'bon'))[0].pasta.base == 'smollm2'
+    before = {p: p.read_bytes() for p in out.rglob('*.safetensors')}
+    again = run_real(out, scale, '', (str(asked),), None, said.append)
+    assert again == found and len(said) == len(stages) and before == {p: p.read_bytes() for p in out.rglob('*.safetensors')}
