@@ -7,20 +7,23 @@ __all__ = ['QUICK', 'KINDS', 'Rounds', 'interleave', 'row', 'better', 'hardware'
            'weights_of', 'stream_weights', 'steps_of', 'Stamps', 'hf_generate', 'run_all', 'decode', 'sample_prompt',
            'ragged', 'Scale', 'Bench', 'plain_rows', 'compared', 'quiet', 'slots_for', 'batch_rows', 'pool_rows',
            'bench_step', 'burst', 'burst_ms', 'thread_rows', 'bookkeeping_rows', 'peak_memory', 'memory_of',
-           'memory_rows', 'guided_rows', 'bench_threads', 'bench', 'plot_ratios', 'plot_threads', 'show_results']
+           'memory_rows', 'guided_rows', 'bench_threads', 'bench_masks', 'grown', 'policies_of', 'enumerate_registers',
+           'decode_ms', 'bench_eviction', 'bench', 'plot_ratios', 'plot_threads', 'show_results']
 
 # %% ../nbs/62_bench.ipynb #62bench-002
 import csv, os, platform, re, statistics, subprocess, sys, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
 from .core import PastaError
 from .engine import Engine, ar, feed, pick, push, run, strategy
+from .eviction import PagedH2O, Policy, StreamingLLM, Tip, Usage, turn_page
 from .models import load
 
 # %% ../nbs/62_bench.ipynb #62bench-005
@@ -233,9 +236,10 @@ class Scale:
     pools: tuple = (512, 1024, 2048, 4096, 8192)
     most: int = 64                           # threads for the share of bookkeeping
     prompts: int = 8                         # of the demo
+    live: int = 2048                         # tokens of reasoning, of which policies keep half
 
 QUICK = Scale(prompt=48, new=12, rounds=2, batch=4, lengths=(16, 48), batch_rounds=2, compile=False, prompts=2,
-              threads=(1, 2, 4, 8), thread_prompt=16, thread_tokens=4, pools=(512, 1024), most=8)
+              threads=(1, 2, 4, 8), thread_prompt=16, thread_tokens=4, pools=(512, 1024), most=8, live=512)
 
 # %% ../nbs/62_bench.ipynb #62bench-038
 @dataclass
@@ -439,8 +443,79 @@ def bench_threads(b: Bench) -> Iterator[dict]:
     "All rows of `pasta bench threads`."
     for part in (thread_rows, bookkeeping_rows, memory_rows, guided_rows): yield from part(b)
 
+# %% ../nbs/62_bench.ipynb #62bench-074
+def bench_masks(b: Bench) -> Iterator[dict]:
+    "All rows of `pasta bench training`."
+    from pasta_lib.train import bench_training
+    s, frozen = b.scale, b.dtype != 'float32'
+    tokens = max(128, min(s.prompt + s.new, b.longest))
+    documents = max(1, s.batch // 2)
+    b.report(f'training on {documents} documents of about {tokens} tokens')
+    yield from bench_training(b.name, tokens, documents, s.batch_rounds, lora=8 * frozen or None, dtype=b.dtype, quick=frozen)
+
+# %% ../nbs/62_bench.ipynb #62bench-077
+@strategy
+def grown(h, policy: Policy, words: Sequence[int], tokens: int = 16):
+    "Reasoning that is there already, read a page per forward, and then `tokens` decode steps, all under a policy."
+    line, size = h.line('main'), h.pages.pool.page_size
+    yield policy.prompt(h, line)
+    policy.begin(h, line)
+    for start in range(0, len(words), size):
+        if (dead := policy.evict(h, line, words[start])) is not None: turn_page(h, line, dead)
+        push(line, words[start:start + size])
+        queries = feed([line])
+        queries.observe = policy.observe
+        logits = yield queries
+    live, usage, began = [], Usage(size), h.engine.model_seconds
+    for _ in range(tokens):
+        token, = pick(h, [line], logits)
+        if (dead := policy.evict(h, line, token)) is not None: turn_page(h, line, dead)
+        push(line, token, 'sampled')
+        queries = feed([line])
+        queries.observe = policy.observe
+        logits = yield queries
+        usage.note(h, line)
+    h.counts.update(usage.summary(), model=h.engine.model_seconds - began)
+
+# %% ../nbs/62_bench.ipynb #62bench-078
+def policies_of(b: Bench) -> dict[str, Callable[[], Policy]]:
+    "Policies that keep half of `Scale.live` tokens, and Dense."
+    names, half = dict(enumerate_registers(b)), b.scale.live // 2
+    return dict(Dense=Policy, TIP=lambda: Tip(registers=names), StreamingLLM=lambda: StreamingLLM(half), H2O=lambda: PagedH2O(half))
+
+def enumerate_registers(b: Bench) -> Iterator[tuple[int, int]]:
+    "Tokens that serve as registers, as many as pages fit into half of `Scale.live`."
+    yield from ((token, k) for k, token in enumerate(range(100, 100 + max(1, b.scale.live // 2 // 64))))
+
+def decode_ms(engine: Engine, b: Bench, policy: Callable[[], Policy]) -> dict:
+    "Milliseconds per decode step of `Scale.batch` grown requests, in all and outside of the model; and their mean live tokens."
+    names, s = [token for token, _ in enumerate_registers(b)], b.scale
+    body = lambda n: [t - 50 if t in names else t for t in b.prompt(s.live, n)]
+    words = lambda n: [names[i // 64 % len(names)] if i % 64 == 0 else t for i, t in enumerate(body(n))]
+    asked = [grown(body(n)[:64], policy=policy(), words=words(n), tokens=s.thread_tokens, max_new_tokens=s.live + 99, ignore_eos=True,
+                   script=dict(main=body(n)[:s.thread_tokens]))
+             for n in range(s.batch)]
+    found = run_all(engine, asked)
+    seconds = sum(found[0].record.seconds[-s.thread_tokens:])
+    return dict(step=1000 * seconds / s.thread_tokens, outside=1000 * (seconds - found[0].counts['model']) / s.thread_tokens,
+                live=sum(r.counts['live'] for r in found) / s.batch)
+
+# %% ../nbs/62_bench.ipynb #62bench-079
+def bench_eviction(b: Bench) -> Iterator[dict]:
+    "All rows of `pasta bench eviction`."
+    s, policies = b.scale, policies_of(b)
+    engine = b.engine(slots_for([64 + s.live + s.thread_tokens] * s.batch), page_size=16)
+    b.report(f'{s.batch} requests of {s.live} tokens under {", ".join(policies)}')
+    rounds = interleave({name: partial(decode_ms, engine, b, policy) for name, policy in policies.items()}, s.batch_rounds, warm=0)
+    per_second = lambda name: 1000 * s.batch / rounds.median(f'{name}.step')
+    for name in policies:
+        ratio = rounds.ratio('Dense.step', f'{name}.step')
+        yield row(f'{name}, {s.batch} requests of {s.live} tokens', per_second(name), 'tokens/s', per_second('Dense'), ratio)
+    for name in policies: yield row(f'{name}: live tokens', rounds.median(f'{name}.live'), 'tokens kept', rounds.median('Dense.live'))
+    for name in policies: yield row(f'{name}: bookkeeping and sampling of a step', 100 * rounds.ratio(f'{name}.outside', f'{name}.step'), '%')
+
 # %% ../nbs/62_bench.ipynb #62bench-060
-KINDS: dict[str, Callable[[Bench], Iterator[dict]]] = dict(step=bench_step, threads=bench_threads)
+KINDS: dict[str, Callable[[Bench], Iterator[dict]]] = dict(step=bench_step, threads=bench_threads, training=bench_masks, eviction=bench_eviction)
 
 def bench(kind: str, model: str = 'smollm2', quick: bool = False, report: Callable[[str], None] | None = None,
           dtype: str = 'bfloat16', seed: int = 0, scale: Scale | None = None) -> dict:

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'PROMPTS', 'TIE', 'STORY', 'OUTLINE', 'Check', 'check', 'generate', 'Subject', 'gap', 'differing',
-           'uncached', 'borrowed_voice', 'script_pieces', 'script_of', 'parity', 'moved', 'random_layout', 'unfold',
-           'in_bf16', 'Row', 'Report', 'examine', 'self_check', 'show_report']
+           'uncached', 'borrowed_voice', 'script_pieces', 'script_of', 'parity', 'moved', 'reasoning', 'policies',
+           'random_layout', 'unfold', 'in_bf16', 'Row', 'Report', 'examine', 'self_check', 'show_report']
 
 # %% ../nbs/61_check.ipynb #61check-002
 import copy, math, time
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Callable, Iterable
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from .tags import Piece, TagIds, TagVocab, encode_promise
 from .masks import block_mask, dense_mask, leak_test, mask_mod
 from .models import cast, chat_ids, check_supported
 from .pool import check_pool
-from .engine import Driver, Engine, Result, ar, eos_ids, replay, replay_deviation, run
+from .engine import Driver, Engine, Request, Result, ar, eos_ids, replay, replay_deviation, run
 from .pasta import Voice, guided, pasta
+from .eviction import dense, paged_h2o, streaming_llm, tip
+from .registers import tip_layout
 
 # %% ../nbs/61_check.ipynb #61check-005
 @dataclass(frozen=True)
@@ -217,9 +219,9 @@ Subject.scripted = _scripted
 # %% ../nbs/61_check.ipynb #61check-030
 OUTLINE = ['the sea (8)', 'the hills', 'bread']
 
-def parity(on: Subject, *requests, tolerance: float = 1e-4):
+def parity(on: Subject, *requests, tolerance: float = 1e-4, **options):
     "Worst deviation of a replay. Beyond the tolerance the pass is repeated in float64: then only the runtime rounds."
-    results = on.run(list(requests), keep_logits=True)
+    results = on.run(list(requests), keep_logits=True, **options)
     worst = max(replay_deviation(on.model, r) for r in results)
     if worst <= tolerance: return worst
     exact = cast(copy.deepcopy(on.model), torch.float64)
@@ -290,6 +292,46 @@ def _(on):
     layout = pasta_layout(on.prompts[0], script_pieces(on.voice))
     reports = [leak_test(on.model, layout, s) for s, name in enumerate(layout.table.names) if name.startswith('fork')]
     return max(by for r in reports for s, by in r.moved.items() if s not in r.allowed)
+
+# %% ../nbs/61_check.ipynb #61check-073
+def reasoning(on: Subject, n: int = 90, registers: int = 8, prompt: int = 0) -> tuple[list[int], dict[int, int]]:
+    "Random words among which registers are strewn, and which register each of the borrowed tokens is."
+    rng = np.random.default_rng(prompt)
+    names = {int(i): k for k, i in enumerate(rng.choice(on.facts.vocab, registers, replace=False))}
+    words = rng.choice([i for i in range(on.facts.vocab) if i not in names], n)
+    return [int(rng.choice(list(names))) if rng.random() < 1 / 6 else int(word) for word in words], names
+
+def policies(on: Subject, prompt: int, size: int) -> dict[str, Request]:
+    "A request for every policy of chapter 21 that says random words."
+    words, names = reasoning(on, prompt=prompt)
+    said = dict(script={'main': words}, max_new_tokens=len(words), ignore_eos=True)
+    return dict(dense=dense(on.prompts[prompt], **said), packed=tip(on.prompts[prompt], registers=names, **said),
+                aligned=tip(on.prompts[prompt], layout='aligned', registers=names, **said),
+                streaming=streaming_llm(on.prompts[prompt], window=2 * size, **said), h2o=paged_h2o(on.prompts[prompt], budget=4 * size, **said))
+
+# %% ../nbs/61_check.ipynb #61check-074
+@check('replay with registers', 'tip', 1e-4)
+def _(on):
+    def worst(size):
+        return parity(on, *(policies(on, 0, size)[name] for name in ('packed', 'aligned')), page_size=size)
+    return max((worst(size) for size in (1, 16, 64)), key=lambda found: found[0] if isinstance(found, tuple) else found)
+
+@check('replay of pages that were dropped', 'tip', 1e-4)
+def _(on): return parity(on, *(policies(on, 0, 16)[name] for name in ('streaming', 'h2o')), page_size=16)
+
+# %% ../nbs/61_check.ipynb #61check-075
+@check('a layout is as decoded', 'tip')
+def _(on):
+    words, names = reasoning(on)
+    layout, _ = replay(on.run(policies(on, 0, 16)['packed'], page_size=16)[0].record)
+    wanted = tip_layout(on.prompts[0], words, names)
+    fed = len(layout)                                                # a last token is chosen, but read by nobody
+    return int((dense_mask(wanted)[:fed, :fed] != dense_mask(layout)).sum()) + int((wanted.ids[:fed] != layout.ids).sum())
+
+@check('nothing forgotten', 'tip')
+def _(on):
+    requests = [f(p, max_new_tokens=on.new) for p in on.prompts[:2] for f in (dense, partial(tip, registers={}))]
+    return on.differing([t for t in on.reference[:2] for _ in (0, 1)], on.tokens(requests))
 
 # %% ../nbs/61_check.ipynb #61check-039
 def random_layout(rng, vocab: int = 50) -> Layout:

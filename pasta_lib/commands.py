@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['read_prompts', 'read_number', 'read_answers', 'line_of', 'sample', 'other_file', 'resumable', 'print_report',
-           'Annotator', 'make_annotator', 'only_usable', 'annotate', 'train', 'System', 'Size', 'read_seeds',
-           'experiment', 'eval_', 'results']
+           'Annotator', 'make_annotator', 'only_usable', 'annotate', 'Settings', 'train', 'System', 'Size',
+           'read_seeds', 'experiment', 'eval_', 'results']
 
 # %% ../nbs/64_commands.ipynb #64commands-003
 import re
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from functools import partial
 from typing import Annotated, Optional
 import typer
+from typer.core import TyperCommand
 from .cli import Device, Flag, Json, Model, command, print_json, quietly, say
 from .core import PastaError
 
@@ -154,9 +156,16 @@ def annotate(source: Annotated[str, typer.Argument(help='Rows of `pasta sample`,
     print_report(report, out, as_json)
 
 # %% ../nbs/64_commands.ipynb #64commands-017
-@command
-def train(recipe: Annotated[str, typer.Argument(help='pasta-sft, baseline-sft, apar-sft or pasta-bon.')],
-          settings: Annotated[Optional[list[str]], typer.Argument(metavar='[key=value]...', help='Settings that differ from the file.')] = None,
+class Settings(TyperCommand):
+    "A command whose help ends with the recipes and the settings; they are looked up only when somebody asks."
+    def format_epilog(self, ctx, formatter):
+        from pasta_lib.train import RECIPES, settings_help
+        with formatter.section('Recipes'): formatter.write_dl([(name, recipe.about) for name, recipe in RECIPES.items()])
+        with formatter.section('Settings, with their defaults'): formatter.write(settings_help() + '\n')
+
+@partial(command, cls=Settings)
+def train(recipe: Annotated[str, typer.Argument(help='What to train: see below.')],
+          settings: Annotated[Optional[list[str]], typer.Argument(metavar='[key=value]...', help='Settings that differ from the file: see below.')] = None,
           config: Annotated[Optional[Path], Flag(help='YAML file of settings; see data/configs.')] = None,
           out: Annotated[Path, Flag(help='Folder of the run.')] = Path('run'),
           resume: Annotated[bool, Flag('--resume', help='Go on from the last checkpoint.')] = False, as_json: Json = False):

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['NAME', 'LOCKS', 'Queries', 'QueryError', 'Cancelled', 'OptionError', 'Thread', 'Record', 'Handle', 'Placed', 'place',
-           'check_queries', 'erase', 'Read', 'Step', 'pool_attention', 'folds', 'attend', 'register_attention',
-           'PackedLinears', 'one_operation', 'packed_forwards', 'position_limit', 'Engine', 'bucket', 'CompiledStep',
-           'uniform', 'Sampling', 'draw', 'nucleus', 'Line', 'Decoding', 'eos_ids', 'push', 'leave', 'feed', 'pick',
-           'probabilities', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job', 'ask', 'note', 'answer',
-           'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream', 'samples', 'replay',
-           'replay_deviation']
+           'check_queries', 'erase', 'Read', 'Step', 'pool_attention', 'folds', 'attend', 'attention_mass',
+           'register_attention', 'PackedLinears', 'one_operation', 'packed_forwards', 'position_limit', 'Engine',
+           'bucket', 'CompiledStep', 'uniform', 'Sampling', 'draw', 'nucleus', 'Line', 'Decoding', 'eos_ids', 'push',
+           'leave', 'feed', 'pick', 'probabilities', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job',
+           'ask', 'note', 'answer', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream',
+           'samples', 'replay', 'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, threading, time, weakref
@@ -40,6 +40,7 @@ class Queries:
     keep: bool = True                        # False = scratch: gone after this forward
     prefill: bool = False                    # may be cut in chunks, and counts as prefill
     notes: list | None = None                # for the record: (thread, kind, probability, control) of each token
+    observe: bool = False                    # add up how much attention each slot gets, in `h.mass` (costs a second look at all keys)
 
     def wanted(self) -> list[int]:
         if self.want is None: return [len(self.tokens) - 1]
@@ -125,6 +126,7 @@ class Handle:
         self.readers: dict[int, list[int]] = {}    # open segment -> rows that may read what it writes
         self.top: dict[int, int] = {}              # open segment -> largest position written
         self.visible = np.zeros((4, 64), bool)
+        self.mass = np.zeros(0)                    # per slot: attention that observed queries gave it, see `Queries.observe`
         self.forwards = self.prefill_forwards = 0
 
     def open(self, parents=(), name=None, causal=True, without=(), reads=None) -> int:
@@ -154,13 +156,13 @@ class Handle:
 
     def mark(self):
         "What `rewind` needs to undo queries that were placed since."
-        return self.pages.mark(), self.visible.copy(), dict(self.top)
+        return self.pages.mark(), self.visible.copy(), dict(self.top), self.mass.copy()
 
     def rewind(self, mark):
         "As it was at the mark: slots given back, rewritten ones restored. No segment may have been opened or closed since."
-        pages, visible, top = mark
+        pages, visible, top, mass = mark
         self.pages.rewind(pages)
-        self.visible, self.top = visible.copy(), dict(top)
+        self.visible, self.top, self.mass = visible.copy(), dict(top), mass.copy()
 
     def _free_row(self):
         taken = set(self.rows.values())
@@ -177,6 +179,8 @@ class Placed:
     span: tuple[int, int] | None             # contiguous physical slots (start, length) to read ...
     index: np.ndarray | None                 # ... or their numbers
     masks: dict                              # window or None -> bool (queries, slots), or None when all is visible
+    runs: list | None = None                 # where `index` is a few runs of neighbours: these, as (start, length)
+    watch: tuple | None = None               # observed: (the handle's mass, columns of the read, whose logical slots they are)
 
 def place(h: Handle, q: Queries) -> Placed:
     "Give queries their slots and rows. Raises QueryError or PoolFull, with the handle unchanged."
@@ -188,7 +192,9 @@ def place(h: Handle, q: Queries) -> Placed:
         if s not in h.rows: raise QueryError('a query from a segment that is not open', f'segment {s}', 'open it first')
     slots = h.pages.take(n, segments) if q.slots is None else _rewritten(h, q.slots, segments)
     _widen(h)
+    if q.observe: _watch(h)
     h.pages.position[slots] = positions
+    h.mass[slots[slots < len(h.mass)]] = 0
     for s, mine in groups.items():
         own = slots[mine]
         for row in h.readers[s]: h.visible[row, own] = True
@@ -214,14 +220,37 @@ def _order(h: Handle, seen, s, mine, slots, positions):
 
 def _reading(h: Handle, q, positions, segments, slots, seen):
     "Which slots attention reads, and the masks over them (one per sliding window)."
-    live, pages = h.pages.live(), h.pages
-    physical, seen = pages.index[live], seen if isinstance(live, slice) else seen[:, live]
-    span = (int(physical[0]), len(physical)) if pages.contiguous else None
-    masks = {None: None if seen.all() else seen}
-    for w in h.windows:
-        near = seen & (np.abs(positions[:, None] - pages.position[live][None]) < w)
+    pages, (live, runs, columns) = h.pages, _stretches(h.pages)
+    span = runs[0] if runs and len(runs) == 1 else None
+    index = None if span else np.concatenate([np.arange(a, a + n) for a, n in runs]) if runs else pages.index[live]
+    seen, masks = seen if isinstance(live, slice) else seen[:, live], {}
+    for w in (None, *h.windows):
+        near = seen if w is None else seen & (np.abs(positions[:, None] - pages.position[live][None]) < w)
+        if columns is not None:
+            near, narrow = np.zeros((len(near), sum(n for _, n in runs)), bool), near
+            near[:, columns] = narrow
         masks[w] = None if near.all() else near
-    return Placed(list(q.tokens), positions, segments, slots, pages.index[slots], span, None if span else physical, masks)
+    placed = Placed(list(q.tokens), positions, segments, slots, pages.index[slots], span, index, masks, None if span else runs)
+    if q.observe: placed.watch = h.mass, slice(0, seen.shape[1]) if columns is None else columns, live
+    return placed
+
+def _stretches(pages):
+    """The logical slots to read, the stretches of the pool in which they lie as (start, length), and their columns there (None:
+    in order). Where those are many, or less than half alive: the living slots one by one, and no stretches."""
+    used, live = pages.used, pages.live()
+    alive, columns = np.count_nonzero(pages.owner[:used] >= 0), None
+    if pages.contiguous: runs = [(int(pages.index[live][0]), used if isinstance(live, slice) else len(live))]
+    else: runs, columns = _runs(pages.index[live])
+    if len(runs) <= 8 and sum(n for _, n in runs) <= 2 * alive: return live, runs, columns
+    return np.flatnonzero(pages.owner[:used] >= 0), None, None
+
+def _runs(physical, gap: int = 64):
+    "Physical slots as stretches (start, length) of the pool, cut where more than `gap` in a row are not ours; each slot's column."
+    order = np.sort(physical)
+    cuts = np.flatnonzero(np.diff(order) > gap)
+    starts, ends = order[np.append(0, cuts + 1)], order[np.append(cuts, -1)] + 1
+    run, before = np.searchsorted(starts, physical, 'right') - 1, np.cumsum(ends - starts) - (ends - starts)
+    return list(zip(starts.tolist(), (ends - starts).tolist())), physical + (before - starts)[run]
 
 # %% ../nbs/12_engine.ipynb #12engine-015
 def _widen(h: Handle):
@@ -229,6 +258,10 @@ def _widen(h: Handle):
     if (more := h.pages.capacity - h.visible.shape[1]) > 0:
         more = max(more, h.visible.shape[1])
         h.visible = np.concatenate((h.visible, np.zeros((len(h.visible), more), bool)), 1)
+
+def _watch(h: Handle):
+    "Room for the attention that every slot may get; one that is taken now has had none yet."
+    if (more := h.pages.capacity - len(h.mass)) > 0: h.mass = np.concatenate((h.mass, np.zeros(max(more, len(h.mass)))))
 
 def _rewritten(h: Handle, slots, segments):
     "Check slots that are to be rewritten in place: taken, alive, and nobody else's."
@@ -259,6 +292,7 @@ def check_queries(q: Queries, vocab: int, positions: int | None = None):
     need(whole(q.wanted()) and max(q.wanted(), default=0) < n, 'logits wanted of a row that is not there', f'rows 0-{n - 1}')
     need(q.keep or q.slots is None, 'rewritten slots can not be scratch', 'keep=True, or slots=None')
     need(not q.prefill or q.keep, 'a prefill can not be scratch', 'keep=True')
+    need(not q.observe or q.keep, 'scratch can not be observed', 'keep=True')
 
 def erase(h: Handle, placed: Placed):
     "Take scratch rows back: their slots are free again and nobody sees them."
@@ -274,6 +308,8 @@ class Read:
     span: tuple[int, int] | None             # (start, length) ...
     index: torch.Tensor | None               # ... or slots (count, length)
     masks: dict                              # window -> bool (count, 1, groups * rows, length) or None
+    runs: list | None = None                 # the same slots as a few runs (start, length): copied faster (count = 1)
+    mass: torch.Tensor | None = None         # observed: attention given to each slot (length,), added up over layers, heads and rows
 
 @dataclass(slots=True)
 class Step:
@@ -290,6 +326,8 @@ def pool_attention(module, query, key, value, attention_mask, scaling=None, soft
     values.index_copy_(2, step.slots, value)
     window = step.windows[module.layer_idx]
     outs = [attend(query[:, :, r.rows], keys, values, r, r.masks[window], scaling, softcap) for r in step.reads]
+    for r in step.reads:
+        if r.mass is not None: r.mass += attention_mass(query[:, :, r.rows], keys, r, r.masks[window], scaling, softcap)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1), None
 
 # %% ../nbs/12_engine.ipynb #12engine-022
@@ -322,10 +360,20 @@ def _capped(q, k, v, mask, scaling, softcap):
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scaling / softcap)
     return (scores if mask is None else scores + mask).float().softmax(-1).to(v.dtype) @ v
 
+def attention_mass(query, keys, read: Read, mask, scaling, softcap=None):
+    "What `attend` does not tell: the probability that each slot of the read of one request gets, over all heads and rows (length,)."
+    k = _slots(keys, read)[0].float()
+    scores = query[0].float().reshape(len(k), -1, query.shape[3]) @ k.transpose(-1, -2) * scaling
+    if softcap: scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.view(-1, mask.shape[2], scores.shape[2]) + mask[0].float()
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp().sum((0, 1))
+
 def _slots(store, read: Read):
     "The slots that a Read names, as (count, groups, length, d): a view where they are contiguous."
     if read.index is None: return store[:, :, read.span[0]:read.span[0] + read.span[1]]
-    return store[0][:, read.index].transpose(0, 1)
+    if read.runs: return torch.cat([store[:, :, a:a + n] for a, n in read.runs], 2)
+    return store.index_select(2, read.index[0]) if len(read.index) == 1 else store[0][:, read.index].transpose(0, 1)
 
 # %% ../nbs/12_engine.ipynb #12engine-023
 NAME = 'pasta_pool'                         # the name under which models find `pool_attention`
@@ -462,7 +510,8 @@ class Engine:
         "One forward for queries that have their slots."
         starts = np.cumsum([0] + [len(p.tokens) for p in placed]).tolist()
         keep = [start + row for start, rows in zip(starts, wanted) for row in rows]
-        run = self.compiled if self.compiled and self.compiled.fits(placed) else self._eager
+        fits = self.compiled and self.compiled.fits(placed) and not any(p.watch for p in placed)
+        run = self.compiled if fits else self._eager
         logits = run(placed, starts, keep)
         self.steps += 1
         return list(logits.split([len(rows) for rows in wanted]))
@@ -470,11 +519,20 @@ class Engine:
     def _eager(self, placed, starts, keep):
         "Exact shapes: one attention call per request, over views of the pool."
         reads = [Read(slice(a, a + len(p.tokens)), 1, p.span, None if p.index is None else self.long(p.index)[None],
-                      {w: self.mask(m) for w, m in p.masks.items()}) for p, a in zip(placed, starts)]
+                      {w: self.mask(m) for w, m in p.masks.items()}, p.runs,
+                      torch.zeros(_width(p), device=self.device) if p.watch else None) for p, a in zip(placed, starts)]
         slots = self.long(np.concatenate([p.physical for p in placed]))
         ids, positions = [t for p in placed for t in p.tokens], np.concatenate([p.positions for p in placed])
-        return self.call(self.long(ids)[None], self.long(positions)[None],
-                         Step(self.pool.keys, self.pool.values, slots, reads, self.facts.windows), self.long(keep or [0]))[:len(keep)]
+        logits = self.call(self.long(ids)[None], self.long(positions)[None],
+                           Step(self.pool.keys, self.pool.values, slots, reads, self.facts.windows), self.long(keep or [0]))[:len(keep)]
+        for p, r in zip(placed, reads):
+            if p.watch: self.observed(p, r.mass)
+        return logits
+
+    def observed(self, p: Placed, mass):
+        "Add what these queries paid attention to to what their request has seen: the mean over layers."
+        total, columns, slots = p.watch
+        total[slots] += mass.double().cpu().numpy()[columns] / self.facts.layers
 
     def call(self, ids, positions, step, keep):
         "The model itself, with our attention; counts the seconds it takes."
@@ -488,10 +546,10 @@ class Engine:
     def long(self, values): return torch.as_tensor(values, dtype=torch.long, device=self.device)
 
     def mask(self, seen):
-        "Boolean (rows, length) -> additive mask (1, 1, rows, length), rows once per folded head where heads are folded."
+        "Boolean (rows, length) -> additive mask (1, 1, rows, length); several rows once per folded head where heads are folded."
         if seen is None: return None
         mask = torch.where(torch.from_numpy(np.ascontiguousarray(seen)), self._zero, self._never)
-        if folds(len(mask), self.device) or self.facts.softcap: mask = mask.repeat(self.facts.groups, 1)
+        if len(mask) > 1 and (folds(len(mask), self.device) or self.facts.softcap): mask = mask.repeat(self.facts.groups, 1)
         return mask[None, None].to(self.device)
 
 # %% ../nbs/12_engine.ipynb #12engine-034
@@ -650,12 +708,18 @@ class Decoding(Handle):
         super().__init__(engine.pool, min(room, len(engine.pool.pages)), engine.windows)
         self.engine, self.tokenizer, self.request, self.ids = engine, engine.tokenizer, request, ids
         self.sampling, self.listen = request.sampling, listen
+        self.most = -(-(len(ids) + max(request.reserve, request.sampling.max_new_tokens)) // engine.pool.page_size)
         self.lines: list[Line] = []
         self.total, self.counts = 0, {}              # sampled tokens; the strategy's own counters
         self.reads_prompt = False                    # are the queries under way the whole prompt, in order?
         self.plain: Callable | None = None           # tagged text -> text, and
         self.tagged: Callable | None = None          # () -> tagged text: where tags are not whole tokens
         self.eos = set() if self.sampling.ignore_eos else eos_ids(engine.model, engine.tokenizer)
+
+    @property
+    def promised(self) -> int:
+        "Pages that it may still take: no more than its room has left, nor than its tokens to come can fill."
+        return max(0, min(self.pages.room - self.pages.held, self.most - len(self.pages.pages)))
 
     def line(self, name: str, parents=(), position: int = 0, stop: Sequence[str] = (), **info) -> Line:
         "A new thread with a segment of its own; `info` as in `Thread`."
@@ -668,18 +732,19 @@ class Decoding(Handle):
         self.lines.append(line)
         return line
 
-    def prompt(self, line: Line) -> Queries:
-        "The prompt as queries; its beginning is shared where another request has already written it."
+    def prompt(self, line: Line, share: bool = True, observe: bool = False) -> Queries:
+        """The prompt as queries; its beginning is shared where another request has already written it (`share`).
+        `observe`: add up the attention that its tokens get, see `Queries`."""
         if self.pages.used: raise QueryError('the prompt comes after other tokens', fix='yield h.prompt(line) first')
-        self.reads_prompt = self.table.causal[line.segment]
-        shared = self.engine.pool.prefix(self.ids) if self.engine.share_prefix else []
+        self.reads_prompt = self.table.causal[line.segment] and share
+        shared = self.engine.pool.prefix(self.ids) if self.engine.share_prefix and share else []
         self.pages.adopt(shared, line.segment)
         _widen(self)
         n, line.position = self.pages.used, len(self.ids)
         self.visible[self.rows[line.segment], :n], self.top[line.segment] = True, n - 1
         for i in range(n): self.record.add(self.ids[i], i, line.segment, i, 0, line.number, math.nan, 'prompt', False)
         notes = [(line.number, 'prompt', math.nan, False)] * (len(self.ids) - n)
-        return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes)
+        return Queries(self.ids[n:], range(n, len(self.ids)), line.segment, prefill=True, notes=notes, observe=observe)
 
 # %% ../nbs/12_engine.ipynb #12engine-044
 def eos_ids(model, tokenizer=None) -> set[int]:
@@ -870,7 +935,10 @@ class Job:
         self.reason, self.error = known.get(type(error), 'error'), error
         self.end()
 
-    def end(self): self.done = True
+    def end(self):
+        "No more questions: its pages are free at once, for whoever asks next in the same turn."
+        self.done = True
+        if self.h: self.h.pages.release()
 
 # %% ../nbs/12_engine.ipynb #12engine-054
 def ask(job: Job) -> Placed | None:
@@ -976,7 +1044,7 @@ class Driver:
         while self.waiting:
             job = self.waiting[0]
             need = -(-(len(job.ids) + job.request.reserve) // size)
-            promised = sum(max(0, j.h.pages.room - j.h.pages.held) for j in self.running if j.h)
+            promised = sum(j.h.promised for j in self.running if j.h)
             fits = need <= self.engine.pool.pages.free - promised
             if not job.done and (not fits and self.running or self._being_read(job)): return
             self.running.append(self.waiting.popleft())
@@ -1030,7 +1098,8 @@ class Result:
         skip = {'request', 'record', 'error', 'counts'}
         out = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in skip}
         plain = lambda v: [asdict(x) if is_dataclass(x) else x for x in v] if isinstance(v, list) else v
-        return {**out, **{k: plain(v) for k, v in self.counts.items()}, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
+        counts = {k: plain(v) for k, v in self.counts.items() if not hasattr(v, 'summary')}      # what can sum itself up has done so
+        return {**out, **counts, 'strategy': self.request.name, 'error': str(self.error) if self.error else None}
 
 # %% ../nbs/12_engine.ipynb #12engine-059
 def make_result(job: Job) -> Result:

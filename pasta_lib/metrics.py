@@ -7,12 +7,14 @@ __all__ = ['MetricError', 'Words', 'toy_record', 'Link', 'Leg', 'CriticalPath', 
            'draw_critical_path', 'noncontrol_tokens', 'theoretical_speedup', 'parallelism', 'realised_speedup',
            'WaitingProfile', 'written_steps', 'waiting_profile', 'geometric_mean', 'arithmetic_mean', 'summary_table',
            'Estimate', 'interval', 'win_rate', 'win_rate_difference', 'fit_logistic', 'length_controlled_win_rate',
-           'draw_length_control', 'weighted_wins', 'loops', 'looping_share']
+           'draw_length_control', 'weighted_wins', 'loops', 'looping_share', 'boxed_answer', 'given_answer',
+           'clean_answer', 'answer_value', 'same_answer', 'reasoning_row']
 
 # %% ../nbs/44_metrics.ipynb #44metrics-002
-import math, re
+import math, re, threading
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, Callable, Iterable, Sequence
 
@@ -549,3 +551,90 @@ def looping_share(texts: Iterable[str]) -> float:
     "Share of the texts that repeat themselves, 0 to 1; 0 for no texts."
     looping = [loops(text) for text in texts]
     return sum(looping) / max(1, len(looping))
+
+# %% ../nbs/44_metrics.ipynb #44metrics-121
+def boxed_answer(text: str) -> str | None:
+    "What a text's last \\boxed{…} holds; braces may nest. None if there is none, or if the last one isn't closed."
+    boxes = list(re.finditer(r'\\boxed\s*\{', text))
+    depth, start = 1, boxes[-1].end() if boxes else len(text)
+    for brace in re.finditer(r'\\.|[{}]', text[start:], re.S):        # an escaped brace is only ink
+        depth += (brace[0] == '{') - (brace[0] == '}')
+        if not depth: return text[start:start + brace.start()].strip()
+    return None
+
+def given_answer(text: str) -> str | None:
+    "The answer that a solution gives: its last box if it has boxes, else what follows its last '####' on that line."
+    if '\\boxed' in text: return boxed_answer(text)
+    marked = re.findall(r'####[ \t]*(\S[^\n]*)', text)
+    return marked[-1].strip() if marked else None
+
+# %% ../nbs/44_metrics.ipynb #44metrics-124
+_WRAPPER = re.compile(r'\\(?:text|textbf|textit|mathbf|mathrm|mathit|mbox|boldsymbol)\s*\{([^{}]*)\}')
+_UNIT = (r'(?:\s*(?:\\?%|°|\^\s*\{?\s*\\circ\s*\}?)|'
+         r'\s+(?:[A-Za-z]{3,}|[cmkdn]?m|[mk]?g|m[lL]|ft|in|mi|lb|oz|[slhLJNWVKACF])\b[\w\s./^{}-]*)?')
+_DIGITS = r'(\d{1,3}(?:[, ]\d{3})+(?![\d,])|\d+)?(\.\d+)?(?:\s*/\s*([1-9]\d*))?'
+_VALUE = re.compile(r'([-+]?)\s*[$€£]?\s*' + _DIGITS + _UNIT + r'\s*\.?')
+
+def clean_answer(answer: str) -> str:
+    r"An answer without \text{…} and the like, dollars around it, thin spaces and a final stop; '{,}' is a comma."
+    while (bare := _WRAPPER.sub(r' \1 ', answer)) != answer: answer = bare
+    answer = re.sub(r'\\[,!;: ]|~', '', answer.replace('{,}', ',').replace('−', '-').replace(r'\$', '$'))
+    return re.sub(r'^\s*\$(?=.*\$\s*$)|(?<=\S)\$\s*$', '', answer).strip().removesuffix('.').strip()
+
+def answer_value(answer: str) -> Fraction | None:
+    "The number that a cleaned answer is, whatever its unit; None if it is something else: a formula, words."
+    found = _VALUE.fullmatch(answer)
+    if not found or not (found[2] or found[3]) or len(answer) > 300: return None
+    whole = re.sub('[, ]', '', found[2] or '0')
+    return Fraction(found[1] + whole + (found[3] or '')) / int(found[4] or 1)
+
+# %% ../nbs/44_metrics.ipynb #44metrics-126
+def same_answer(given: str | float | None, reference: str | float) -> bool:
+    """Do two answers, or the answers that two solutions give (see `given_answer`), mean the same? None never does.
+
+    Numbers are compared as numbers, everything else by math-verify (extra `train`; `MetricError` without it)."""
+    said = lambda side: given_answer(side) if re.search(r'\\boxed|####', side) else side
+    ours, theirs = (clean_answer(said('' if side is None else str(side)) or '') for side in (given, reference))
+    if not ours or not theirs: return False
+    if ours.casefold() == theirs.casefold(): return True
+    values = answer_value(ours), answer_value(theirs)
+    if values[0] is not None and values[0] == values[1]: return True
+    if None not in values and '%' not in ours + theirs: return False
+    return not _hopeless(ours, theirs) and _verified(ours, theirs)
+
+def _hopeless(a: str, b: str) -> bool:
+    "Differing words, which are products of letters to math-verify; differing bases; powers that nothing finishes."
+    bases = [re.findall(r'\d_\{?(\d+)', side) for side in (a, b)]
+    power = r'(?:\^|\*\*)\s*[{(]?\s*-?'
+    tower = rf'[\d)]\s*{power}[\d(]+\)?\s*{power}|{power}\d{{5}}|\d{{4}}\s*!'
+    words = all(re.fullmatch(r'[^\W\d_]{3,}', side) for side in (a, b))
+    odd = all(bases) and bases[0] != bases[1] or max(len(a), len(b)) > 1000
+    return words or odd or bool(re.search(tower, a + ' ' + b))
+
+def _verified(a: str, b: str) -> bool:
+    "math-verify's verdict. Its time limits need the main thread; `_hopeless` keeps out what would take for ever."
+    try: from math_verify import parse, verify
+    except ImportError as e:
+        raise MetricError('math-verify is not installed', fix="pip install 'pasta_lib[train]'") from e
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    read = [parse(f'\\boxed{{{side}}}', parsing_timeout=seconds) for side in (b, a)]
+    return bool(read[0] and read[1] and verify(*read, timeout_seconds=seconds))
+
+# %% ../nbs/44_metrics.ipynb #44metrics-129
+def reasoning_row(method: str, samples: Sequence[dict]) -> dict:
+    """A method's accuracy in percent (mean over samples, then problems; interval over problems) and what it cost.
+
+    A sample has `id` (the problem), `correct`, and any of `live` (mean over decode steps), `peak`, `tokens`, `seconds`."""
+    problems: dict = {}
+    for s in samples: problems.setdefault(s['id'], []).append(100. * bool(s['correct']))
+    if not problems: raise MetricError('no samples', method)
+    means = [math.fsum(marks) / len(marks) for marks in problems.values()]
+    row = dict(method=method, accuracy=interval(np.mean, means), samples=len(samples))
+    known = [name for name in ('live', 'tokens', 'seconds', 'peak') if all(name in s for s in samples)]
+    total = {name: math.fsum(s[name] for s in samples) for name in known}
+    if 'tokens' in total and 'live' in total:
+        row['live'] = math.fsum(s['live'] * s['tokens'] for s in samples) / max(total['tokens'], 1)
+    if 'peak' in total: row['peak'] = total['peak'] / len(samples)
+    if total.get('seconds') and 'tokens' in total:
+        row |= dict(tokens_per_second=total['tokens'] / total['seconds'], seconds=total['seconds'])
+    return row

@@ -28,18 +28,26 @@ class Pages:
     @property
     def free(self) -> int: return int((self.refs == 0).sum())
 
-    def take(self, owner: int, after: int | None = None, room: int = 1) -> int:
-        "A free page for `owner`: the one behind `after` if possible, else the start of a free run of `room` pages, else any."
+    def take(self, owner: int, after: int | None = None, room: int = 1, within: tuple[int, int] = (0, 0)) -> int:
+        """A free page for `owner`: the first hole in the stretch `within`, else the one behind `after`, else the start of a
+        free run of `room` pages, else any."""
         self.require(1)
+        start, stop = within
+        holes = self.open(owner, start, stop) if stop > start else ()
         page = None if after is None else after + 1
-        if page is None or page >= len(self) or self.refs[page] or self.aside[page] not in (-1, owner):
+        if any(holes): page = start + int(np.argmax(holes))
+        elif page is None or page >= len(self) or self.refs[page] or self.aside[page] not in (-1, owner):
             page = self._find(owner, room)
         self.refs[page], self.aside[page] = 1, -1
         return page
 
+    def open(self, owner: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        "Which pages from `start` to `stop` are free and not set aside for somebody else: (pages,) bool."
+        aside = self.aside[start:stop]
+        return (self.refs[start:stop] == 0) & ((aside == -1) | (aside == owner))
+
     def _find(self, owner, room):
-        free = self.refs == 0
-        open_ = free & ((self.aside == -1) | (self.aside == owner))
+        free, open_ = self.refs == 0, self.open(owner)
         start = first_run(open_, room)
         if start is not None: self.aside[start:start + room] = owner
         elif open_.any(): start = int(np.argmax(open_))
@@ -76,13 +84,17 @@ class PageTable:
     def __init__(self, pool, key: int, room: int = 1):
         self.pool, self.key, self.room = pool, key, room
         self.pages: list[int] = []             # physical page of every logical page; -1 once dropped
-        self.used, self.dropped, self.contiguous = 0, 0, True
+        self.used, self.contiguous = 0, True
+        self.freed: list[int] = []             # logical pages dropped, in the order in which they went
+        self.first, self.last = len(pool.pages), -1     # lowest and highest physical page held
         self.index, self.owner, self.position = (np.full(0, -1, np.int64) for _ in range(3))
 
     @property
     def capacity(self) -> int: return len(self.pages) * self.pool.page_size
     @property
-    def held(self) -> int: return len(self.pages) - self.dropped
+    def dropped(self) -> int: return len(self.freed)
+    @property
+    def held(self) -> int: return len(self.pages) - len(self.freed)
 
     def take(self, n: int, segment=0) -> np.ndarray:
         "The next n logical slots, owned by `segment` (or one segment each). Raises PoolFull, with no slot taken, when full."
@@ -100,27 +112,44 @@ class PageTable:
 
     def mark(self):
         "What `rewind` needs to undo all that is taken or rewritten from now on."
-        return len(self.pages), self.owner[:self.used].copy(), self.position[:self.used].copy()
+        return len(self.pages), self.dropped, self.owner[:self.used].copy(), self.position[:self.used].copy()
 
     def rewind(self, mark):
-        "Back to a mark: later slots are free again, and pages taken for them go back to the pool."
-        pages, owner, position = mark
-        for p in self.pages[pages:]: self.pool.release(p)
+        "Back to a mark: later slots are free again, and pages taken for them go back. Those held then must be held still."
+        pages, dropped, owner, position = mark
+        freed = [p for p in self.freed if p < pages]
+        if len(freed) > dropped: raise PastaError('no way back', f'{len(freed) - dropped} pages were dropped since', 'set the mark later')
+        for p in self.pages[pages:]:
+            if p >= 0: self.pool.release(p)
         del self.pages[pages:]
-        self.owner[len(owner):] = -1
-        self.used, self.owner[:len(owner)], self.position[:len(owner)] = len(owner), owner, position
+        self.freed, self.used = freed, len(owner)
+        self.owner[self.used:], self.index[self.capacity:] = -1, -1
+        self.owner[:self.used], self.position[:self.used] = owner, position
         self._look()
 
     def drop(self, slots: np.ndarray) -> int:
         "Forget these logical slots; returns how many pages went back to the pool."
-        self.owner[slots], size, before = -1, self.pool.page_size, self.dropped
-        for p in np.unique(np.asarray(slots) // size):
-            full = (p + 1) * size <= self.used
-            if full and self.pages[p] >= 0 and (self.owner[p * size:(p + 1) * size] < 0).all():
-                self.pool.release(self.pages[p])
-                self.pages[p], self.dropped = -1, self.dropped + 1
-        self._look()
-        return self.dropped - before
+        self.owner[slots] = -1
+        return self._reclaim(np.unique(np.asarray(slots, np.int64) // self.pool.page_size))
+
+    def align(self) -> int:
+        "Leave the rest of the page being written unused, so that the next slot begins a page; returns how many slots that are."
+        size, before = self.pool.page_size, self.used
+        self.used = -(-before // size) * size
+        if self.used > before: self._reclaim(np.array([before // size]))
+        return self.used - before
+
+    def _reclaim(self, pages: np.ndarray) -> int:
+        "Give back those logical pages on which nothing lives and nothing will be written; this request would like them next."
+        size = self.pool.page_size
+        pages = pages[((pages + 1) * size <= self.used) & (self.index[pages * size] >= 0)]
+        dead = pages[(self.owner[:self.capacity].reshape(-1, size)[pages] < 0).all(1)].tolist()
+        for p in dead:
+            if self.pool.release(self.pages[p]): self.pool.pages.aside[self.pages[p]] = self.key
+            self.pages[p], self.index[p * size:(p + 1) * size] = -1, -1
+        self.freed += dead
+        if dead: self._look()
+        return len(dead)
 
     def adopt(self, pages: list[int], segment: int):
         "Begin with prefix pages that another request has written; their tokens have positions 0, 1, 2 …"
@@ -133,22 +162,19 @@ class PageTable:
 
     def live(self) -> slice | np.ndarray:
         "The logical slots on pages that are still held: what attention has to read."
-        if not self.dropped: return slice(0, self.used)
-        size = self.pool.page_size
-        kept = np.flatnonzero(np.asarray(self.pages) >= 0)
-        slots = (kept[:, None] * size + np.arange(size)).ravel()
-        return slots[slots < self.used]
+        return np.flatnonzero(self.index[:self.used] >= 0) if self.dropped else slice(0, self.used)
 
     def release(self):
         "Give back everything."
         for p in self.pages:
             if p >= 0: self.pool.release(p)
-        self.pages, self.used = [], 0
+        self.pages, self.freed, self.used = [], [], 0
         self.pool.forget(self)
 
     def _grow(self):
-        last = self.pages[-1] if self.pages else -1
-        page = self.pool.pages.take(self.key, last if last >= 0 else None, max(1, self.room - len(self.pages)))
+        last = self.last if self.dropped else self.pages[-1] if self.pages else -1
+        holes = (self.first, self.last) if self.dropped else (0, 0)
+        page = self.pool.pages.take(self.key, last if last >= 0 else None, max(1, self.room - self.held), holes)
         self._append(page)
         if self.dropped: self._look()
         else: self.contiguous &= len(self.pages) == 1 or page == last + 1
@@ -156,14 +182,17 @@ class PageTable:
     def _append(self, page):
         size, start = self.pool.page_size, self.capacity
         self.pages.append(page)
+        self.first, self.last = min(self.first, page), max(self.last, page)
         if len(self.index) < self.capacity:
             more = np.full(max(self.capacity, 2 * len(self.index)) - len(self.index), -1, np.int64)
             self.index, self.owner, self.position = (np.concatenate((a, more)) for a in (self.index, self.owner, self.position))
         self.index[start:self.capacity] = np.arange(page * size, (page + 1) * size)
 
     def _look(self):
-        kept = [p for p in self.pages if p >= 0]
-        self.contiguous = all(b == a + 1 for a, b in zip(kept, kept[1:]))
+        starts, size = self.index[:self.capacity:self.pool.page_size], self.pool.page_size
+        kept = starts[starts >= 0]
+        self.contiguous = bool((kept[1:] == kept[:-1] + size).all())
+        self.first, self.last = (int(kept.min()) // size, int(kept.max()) // size) if len(kept) else (len(self.pool.pages), -1)
 
 # %% ../nbs/11_pool.ipynb #11pool-013
 class Pool:
@@ -189,8 +218,11 @@ class Pool:
         self.tables[self._next], self._next = table, self._next + 1
         return table
 
-    def release(self, page: int):
-        if self.pages.release(page): self.prefixes.pop(self.names.pop(page, None), None)
+    def release(self, page: int) -> bool:
+        "Give back one reference; True when the page became free (and is no prefix any more)."
+        freed = self.pages.release(page)
+        if freed: self.prefixes.pop(self.names.pop(page, None), None)
+        return freed
 
     def forget(self, table: PageTable):
         self.tables.pop(table.key, None)
@@ -227,16 +259,21 @@ def check_pool(pool: Pool):
         held = [p for p in t.pages if p >= 0]
         np.add.at(counts, held, 1)
         _require(len(set(held)) == len(held), f'table {t.key} holds a page twice')
-        _require(t.used <= t.capacity and t.dropped == len(t.pages) - len(held), f'table {t.key} miscounts')
+        _require(t.used <= t.capacity and sorted(t.freed) == [n for n, p in enumerate(t.pages) if p < 0], f'table {t.key} miscounts')
         _require(t.contiguous == all(b == a + 1 for a, b in zip(held, held[1:])), f'table {t.key}: contiguous is wrong')
+        _require((t.first, t.last) == (min(held, default=len(counts)), max(held, default=-1)), f'table {t.key}: its stretch is wrong')
         for n, p in enumerate(t.pages):
             slots = slice(n * pool.page_size, (n + 1) * pool.page_size)
-            if p < 0: _require((t.owner[slots] < 0).all(), f'table {t.key}: a live slot on dropped page {n}')
+            dead = (t.owner[slots] < 0).all()
+            if p < 0: _require(dead and (t.index[slots] == -1).all(), f'table {t.key}: a live slot on dropped page {n}')
             else: _require((t.index[slots] // pool.page_size == p).all(), f'table {t.key}: page {n} points elsewhere')
+            _require(p < 0 or not dead or slots.stop > t.used, f'table {t.key}: page {n} is dead and still held')
     _require((counts == pool.pages.refs).all(), 'references and page tables disagree')
     _require(pool.pages.free + int((counts > 0).sum()) == len(pool.pages), 'free and used pages do not add up')
     _require(all(pool.pages.refs[p] > 0 for p in pool.prefixes.values()), 'a prefix points at a free page')
     _require({k: p for p, k in pool.names.items()} == pool.prefixes, 'prefixes and their names disagree')
+    wishes = np.unique(pool.pages.aside)
+    _require(all(w == -1 or w in pool.tables for w in wishes.tolist()), 'a page is set aside for a request that has gone')
 
 def _require(ok, what):
     if not ok: raise PastaError(what, 'pool invariant', 'please report this: it is a bug in the library')

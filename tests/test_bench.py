@@ -144,6 +144,17 @@ def test_bench_threads(monkeypatch):
     assert real['baseline'] == by['guided, theoretical speedup']['value'] > 1
 
 
+def test_bench_eviction():
+    scale = dataclasses.replace(SMALL, live=256, batch=2)
+    rows = bench('eviction', 'tiny', dtype='float32', scale=scale)['rows']
+    names = ['Dense', 'TIP', 'StreamingLLM', 'H2O']
+    assert [r['name'].partition(',')[0].partition(':')[0] for r in rows] == names * 3
+    assert rows[0]['ratio'] == 1 and all(r['value'] > 0 for r in rows)
+    live = {name: r['value'] for name, r in zip(names, rows[4:])}
+    after = (scale.thread_tokens + 1) / 2                                            # tokens decoded so far, on average
+    assert live['Dense'] == 64 + 256 + after and live['TIP'] == 64 + 128 + after and max(live['StreamingLLM'], live['H2O']) < live['Dense'] - 64
+
+
 @pytest.mark.parametrize('dtype,lora', [('float32', None), ('bfloat16', 8)])
 def test_bench_training(monkeypatch, dtype, lora):
     import pasta_lib.train as T

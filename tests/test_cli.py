@@ -146,6 +146,28 @@ def test_pasta_takes_its_options():
     assert only_json(r)['token_ids'] == plain and only_json(r)['strategy'] == 'pasta'
 
 
+@pytest.mark.parametrize('strategy, options', [('dense', []), ('streaming_llm', ['--window', 16, '--sinks', 2]), ('paged_h2o', ['--budget', 32]),
+                                               ('paged_h2o', ['--budget', 32, '--keep-prompt'])])
+def test_policies_of_forgetting(strategy, options):
+    asked = ['--model', 'tiny', '--prompt', 'word ' * 9, '--raw', '--max-new-tokens', 40]
+    found = only_json(pasta('generate', '--strategy', strategy, *asked, '--page-size', 8, *options, '--json'))
+    assert KEYS <= set(found) and found['strategy'] == strategy and found['generated_tokens'] == 40
+    if strategy == 'dense':
+        assert found['token_ids'] == only_json(pasta('generate', '--strategy', 'ar', *asked, '--json'))['token_ids']
+        assert found['live'] == found['dense'] and found['evictions'] == 0 and found['fragmentation'] >= 1
+    else: assert found['evictions'] > 0 and found['live'] < found['dense'] and ('--keep-prompt' not in options or found['peak'] > found['prompt_tokens'])
+
+
+def test_strategies_that_need_tokens_of_their_own(tmp_path):
+    for strategy, says in (('tip', 'no registers'), ('apar', 'no [Fork]')):
+        r = pasta('generate', '--strategy', strategy, '--model', 'tiny', '--prompt', 'x')
+        assert r.exit_code == 2 and says in r.stderr and r.stderr.count('pasta:') == 1
+    r = pasta('generate', '--strategy', 'tip', '--window', 9, '--model', 'tiny', '--prompt', 'x')
+    assert r.exit_code == 2 and "no option 'window'" in r.stderr
+    r = pasta('generate', '--strategy', 'tip', '--outline', __file__, '--model', 'tiny', '--prompt', 'x')
+    assert r.exit_code == 2 and '--outline with --strategy tip' in r.stderr
+
+
 def test_problems_of_an_answer_are_json(tiny, monkeypatch):
     "An answer that breaks a rule is told as plain values."
     from pasta_lib import pasta as module

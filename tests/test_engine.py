@@ -806,3 +806,59 @@ def test_a_strategy_that_will_not_take_no_for_an_answer(small):
     engine = engine_of(small)
     r, = engine.run(stubborn([1, 2, 3, 4], reserve=1))
     assert r.finish_reason == 'pool_full' and engine.pool.pages.free == len(engine.pool.pages)
+
+
+# ---- where attention reads
+
+@settings(max_examples=200, deadline=None)
+@given(st.sets(st.integers(0, 2000), min_size=1, max_size=300), st.integers(0, 10**6))
+def test_runs_hold_every_slot_once(slots, seed):
+    "Stretches are as few as they can be: cut only where more than 64 slots in a row are not ours."
+    physical = np.random.default_rng(seed).permutation(sorted(slots))
+    runs, columns = E._runs(physical)
+    read = np.concatenate([np.arange(a, a + n) for a, n in runs])
+    assert (read[columns] == physical).all() and len(set(columns.tolist())) == len(slots)
+    for (a, n), (b, _) in zip(runs, runs[1:]): assert b - (a + n) >= 64 and {a, a + n - 1, b} <= slots
+    assert all(np.diff(sorted(slots & set(range(a, a + n)))).max(initial=0) <= 64 for a, n in runs)
+
+
+def test_a_shared_prompt_far_away_is_read_in_two_stretches(small):
+    "Each of several samples reads the common pages and its own: the logits of a request that has them all to itself."
+    prompt = [(5 * i + 1) % 250 for i in range(70)]
+    engine, kinds, answer = engine_of(small, slots=2048), [], Engine.answer
+    engine.answer = lambda placed, wanted: (kinds.extend(p.runs and len(p.runs) for p in placed), answer(engine, placed, wanted))[1]
+    results = engine.run(samples(ar(prompt, max_new_tokens=30, temperature=1., ignore_eos=True), 4), keep_logits=True)
+    assert kinds.count(2) > 50 and kinds.count(None) > 20
+    for r in results:
+        alone, = engine_of(small).run(r.request, keep_logits=True)
+        a, b = (torch.stack(list(x.record.logits.values())) for x in (r, alone))
+        assert r.token_ids == alone.token_ids and float((a - b).abs().max()) < 1e-4
+        assert deviation(small[0], r) < 1e-4
+    empty(engine)
+
+
+def test_pages_of_a_request_that_fails_are_free_in_the_same_turn(small):
+    "One asks for more than there is and ends; the next in line gets its pages at once."
+    engine = engine_of(small, slots=64)
+    first, second = engine.run([ar(PROMPTS[n][:10], max_new_tokens=40, reserve=4, ignore_eos=True) for n in (0, 2)])
+    assert first.finish_reason == 'pool_full' and first.generated_tokens > 10 and second.finish_reason == 'length'
+    assert second.token_ids == tokens(engine_of(small).run(second.request))[0]
+    empty(engine)
+
+
+def test_what_a_request_may_still_take_is_promised(small):
+    "No more than its room has left, and no more than its tokens to come can fill, whatever it has given back."
+    engine = engine_of(small, slots=1024)
+    h = Decoding(engine, ar(PROMPTS[0], max_new_tokens=100), PROMPTS[0])
+    assert h.pages.room == h.most == h.promised == 8
+    s = h.open()
+    place(h, Queries(range(60), range(60), s))
+    assert h.pages.held == 4 and h.promised == 4
+    h.drop([s])
+    assert h.pages.held == 1 and h.promised == 4            # 120 tokens, 64 of them written, need four pages more
+    h.pages.room = 3
+    assert h.promised == 2
+    h.pages.release()
+    h = Decoding(engine, ar(PROMPTS[0], max_new_tokens=100, reserve=30), PROMPTS[0])
+    assert (h.pages.room, h.most, h.promised) == (4, 8, 4)
+    h.pages.release()

@@ -491,7 +491,7 @@ def verdicts(*without, **changes):
 
 
 @pytest.mark.parametrize('broken,changes', [
-    ([], {}), ([0], dict(pasta=(88, 1.6))), ([], dict(pasta=(89.5, 1.6))), ([1], dict(apar=(95, 1.5))), ([1], dict(sot=(60, 3))), ([1], dict(sot=(89.5, 2))),
+    ([], {}), ([0], dict(pasta=(88, 1.6))), ([], dict(pasta=(89.5, 1.6))), ([1], dict(apar=(95, 1.5))), ([], dict(sot=(60, 3))), ([1], dict(sot=(89.5, 2))),
     ([2], {f'bon_{lam}_{r}': (86, speed - (r == 1) / 10) for lam, speed in zip(LAMS, FAST) for r in (1, 2)}),
     ([3], dict(bon_inf_1=(88, 2.4), bon_inf_2=(89, 2.5))), ([3], dict(bon_4_1=(88, 1.95), bon_4_2=(89, 2.05))),
     ([], dict(bon_4_1=(88, 1.93), bon_4_2=(89, 2.03))),
@@ -502,6 +502,11 @@ def test_claims_turn_with_the_numbers(broken, changes):
     assert said == ['does not hold' if n in broken else 'holds' for n in range(6)]
     random.Random(0).shuffle(rows)
     assert [row['verdict'] for row in tiny_claims(rows)] == said
+
+
+def test_fronts_that_do_not_overlap_say_nothing():
+    said, _ = verdicts(sot=(60, 3), apar=(80, 2.5))
+    assert said[1] == 'not measured'
 
 
 def test_claims_of_a_saved_table(tmp_path):

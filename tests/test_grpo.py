@@ -1,6 +1,13 @@
-"GRPO: advantages, reward and loss against formulas in float64 and against trl's own trainer."
+"GRPO: advantages, reward and loss against formulas in float64 and against trl's own trainer; runs against runs that nobody disturbed."
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from pasta_lib import train as T
+from pasta_lib.jobs import write_jsonl
 from pasta_lib.losses import LOSS_TYPES, LossError, clipped_surrogate, draw_surrogate, group_advantages, grpo_loss, k3, tip_reward
+from pasta_lib.masks import layout_logits
+from pasta_lib.models import load, read_settings
+from pasta_lib.registers import register_ids, tip_layout
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES='', HF_HUB_OFFLINE='1')
 
 
 # ---- advantages and reward
@@ -89,15 +104,15 @@ def test_loss_by_formula(kind, beta, epsilon):
         assert math.isclose(single.item(), found.item(), rel_tol=1e-4, abs_tol=1e-5)
 
 
-def trls(new, old, adv, mask, epsilon, beta, ref, kind, training=True):
+def trls(new, old, adv, mask, epsilon, beta, ref, kind, correct):
     "trl's own `_compute_loss` on our numbers: a stand-in for the trainer, whose model says `new`."
     from trl import GRPOTrainer
     accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kw: (new, torch.zeros_like(new), None), aux_loss_enabled=False,
         top_entropy_quantile=1., off_policy_mask_threshold=None, importance_sampling_level='token', beta=beta, loss_type=kind,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1), epsilon_low=epsilon, epsilon_high=epsilon,
-        use_vllm=False, _entropy_bonus_enabled=False, model=SimpleNamespace(training=training), current_gradient_accumulation_steps=1,
+        args=SimpleNamespace(use_bias_correction_kl=correct, delta=None, steps_per_generation=1), epsilon_low=epsilon, epsilon_high=epsilon,
+        use_vllm=False, _entropy_bonus_enabled=False, model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
         max_completion_length=new.shape[1], accelerator=accelerator, _metrics=dict(train=defaultdict(list), eval=defaultdict(list)))
     empty, ids = torch.zeros(len(new), 0, dtype=torch.long), torch.zeros(new.shape, dtype=torch.long)
     inputs = dict(prompt_ids=empty, prompt_mask=empty, completion_ids=ids, completion_mask=mask.long(), advantages=adv,
@@ -107,16 +122,17 @@ def trls(new, old, adv, mask, epsilon, beta, ref, kind, training=True):
 
 @pytest.mark.parametrize('kind', LOSS_TYPES)
 @pytest.mark.parametrize('beta', [0., .04, .5])
-def test_loss_and_gradient_are_trls(kind, beta):
+@pytest.mark.parametrize('correct', [False, True])
+def test_loss_and_gradient_are_trls(kind, beta, correct):
     for seed in range(4):
         new, old, adv, mask, ref = tables(seed, answers=6, tokens=11)
         ours, theirs = new.clone().requires_grad_(), new.clone().requires_grad_()
-        a = grpo_loss(ours, old, adv, mask, .2, beta, ref, kind)
-        b, said = trls(theirs, old, adv, mask, .2, beta, ref, kind)
+        a = grpo_loss(ours, old, adv, mask, .2, beta, ref, kind, correct_kl=correct)
+        b, said = trls(theirs, old, adv, mask, .2, beta, ref, kind, correct)
         a.backward(), b.backward()
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-        if beta: assert math.isclose(said['kl'][0], k3(new, ref)[mask].mean().item(), rel_tol=1e-9)
+        if beta and not correct: assert math.isclose(said['kl'][0], k3(new, ref)[mask].mean().item(), rel_tol=1e-9)
 
 
 def test_the_constants_of_two_types():
@@ -176,6 +192,17 @@ def test_k3_is_a_divergence():
     torch.testing.assert_close((p * each).sum(), (p * (p / q).log()).sum())
 
 
+def test_which_divergence_pulls():
+    "Over all answers of a policy, weighed by their probability: the gradient of KL(π₀‖π), and with `correct_kl` of KL(π‖π₀)."
+    logits, p0 = torch.tensor([.3, -1., .7], dtype=torch.float64, requires_grad=True), torch.tensor([.2, .5, .3], dtype=torch.float64)
+    for correct, divergence in ((False, lambda p: (p0 * (p0 / p).log()).sum()), (True, lambda p: (p * (p / p0).log()).sum())):
+        p = logits.softmax(0)
+        each = [grpo_loss(p.log()[[i], None], p.log()[[i], None].detach(), torch.zeros(1), torch.ones(1, 1), beta=1., reference_logps=p0.log()[[i], None],
+                          correct_kl=correct) for i in range(3)]
+        ours, = torch.autograd.grad((p.detach() * torch.stack(each)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(ours, torch.autograd.grad(divergence(p), logits)[0])
+
+
 def test_one_answer_and_one_token():
     one = torch.zeros(1, 1, dtype=torch.float64)
     assert grpo_loss(one, one, torch.tensor([2.]), one == 0).item() == -2
@@ -200,3 +227,288 @@ def test_picture():
     good, bad = (ax.lines[1].get_ydata() for ax in axes)
     assert good.max() == pytest.approx(1.3) and bad.max() == pytest.approx(-.7) and draw_surrogate(axes=axes) is axes
     plt.close('all')
+
+
+# ---- graders and prompts
+@pytest.mark.parametrize('row,text,grade', [
+    (dict(answer=11), 'so 11', 1.), (dict(answer=11), 'so 711', 0.), (dict(answer='25'), 'it is 025.', 1.), (dict(reference='#### 1,234'), '1234', 1.),
+    (dict(reference='x #### 5', answer=6), '6', 1.), (dict(answer=.5), '1/2', 1.), (dict(answer=3), 'none', 0.), (dict(answer=3), '', 0.),
+    (dict(reference='a red owl'), 'It is a red  owl', 1.), (dict(reference='owl'), 'an owlet', 0.), (dict(reference=''), 'x', 0.), (dict(answer=-4), '-4', 1.)])
+def test_exact(row, text, grade): assert T.exact(row, text) == grade
+
+
+def test_graders(tmp_path, monkeypatch):
+    (tmp_path / 'my_graders.py').write_text('def half(row, text): return .5\nnumber = 3')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert T.grader('exact') is T.exact and T.grader('my_graders:half')({}, '') == .5
+    for wrong in ('exactly', 'my_graders:number', 'my_graders:none', 'no_module:x', ':', 'my_graders:', ''):
+        with pytest.raises(T.TrainError, match='use exact, or module:function'): T.grader(wrong)
+    with pytest.raises(T.TrainError, match='a row without answer'): T.exact(dict(id=3), 'x')
+
+
+def test_questions(tiny):
+    rows = [dict(prompt='hi'), dict(prompt=''), dict(prompt='x' * 50), dict(prompt=3), dict(prompt='\ud800')]
+    questions, dropped = T.questions_of(rows, tiny[1], 40, 'raw')
+    assert [q.ids for q in questions] == [list(b'hi')] and questions[0].row == rows[0]
+    assert dropped.pop('too long') == 1 and dropped.pop('empty') == 1 and sum(dropped.values()) == 2
+    with pytest.raises(T.TrainError, match='no prompt can be trained on'): T.questions_of(rows[1:], tiny[1], 40, 'raw')
+
+
+# ---- log-probabilities under eviction
+@pytest.fixture(scope='module')
+def thinker(): return T.prepare('tiny', 'registers', registers=4)
+
+
+def answers(tok, seed=0, count=5):
+    "Prompts and answers with random registers."
+    rng, registers = np.random.default_rng(seed), list(register_ids(tok))
+    make = lambda n: [int(rng.choice(registers)) if rng.random() < .3 else int(rng.integers(97, 122)) for _ in range(n)]
+    return [(make(int(rng.integers(1, 9))), make(int(rng.integers(1, 30)))) for _ in range(count)]
+
+
+def dead_at(answer, registers):
+    "For each place of an answer: the place where its step dies (by definition, from the ids)."
+    owner, ends, held, step = [], {}, {}, None
+    for n, token in enumerate(answer):
+        if token in registers:
+            if registers[token] in held: ends[held[registers[token]]] = n
+            step = held[registers[token]] = n
+        owner.append(step)
+    return [math.inf if step is None else ends.get(step, math.inf) for step in owner]
+
+
+@pytest.mark.parametrize('temperature', [1., .6])
+@pytest.mark.parametrize('room', [0, 64])
+def test_answer_tables_by_definition(thinker, temperature, room):
+    "One dense forward per answer, its mask written straight from the rule M[q,j] = j ≤ q and q < d(step of j)."
+    model, tok = thinker
+    registers, pairs = register_ids(tok), answers(tok)
+    layouts = [tip_layout(*pair, registers) for pair in pairs]
+    with torch.no_grad(): logps, entropy, plainly = T.answer_tables(model, T.Collator(model.config, 0, room)(layouts), temperature)
+    for n, (prompt, answer) in enumerate(pairs):
+        ids, start = torch.tensor([prompt + answer]), len(prompt)
+        dies = [math.inf] * start + [d + start for d in dead_at(answer, registers)]
+        sees = torch.tensor([[j <= q and q < dies[j] for j in range(len(dies))] for q in range(len(dies))])
+        with torch.no_grad(): logits = model(ids, attention_mask=sees[None, None], position_ids=torch.arange(len(dies))[None]).logits[0, start - 1:-1]
+        at = torch.tensor(answer)[:, None]
+        for found, want in ((logps, (logits / temperature).log_softmax(-1).gather(1, at)[:, 0]), (plainly, logits.log_softmax(-1).gather(1, at)[:, 0]),
+                            (entropy, torch.distributions.Categorical(logits=logits / temperature).entropy())):
+            torch.testing.assert_close(found[n, :len(answer)], want, atol=1e-4, rtol=0)
+            assert not found[n, len(answer):].any()
+
+
+def test_gradients_of_answers_are_under_eviction_too(thinker):
+    model, tok = thinker
+    layout = tip_layout(*answers(tok, 3)[0], register_ids(tok))
+    def gradient(loss):
+        model.zero_grad(), loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+    one = gradient(T.answer_tables(model, T.Collator(model.config)([layout]))[0].sum())
+    logits = model(torch.as_tensor(layout.ids)[None], attention_mask=T.hf_mask(model, layout), position_ids=torch.as_tensor(layout.position)[None]).logits[0]
+    label = torch.as_tensor(layout.label)
+    other = gradient(-torch.nn.functional.cross_entropy(logits, label, ignore_index=-100, reduction='sum'))
+    for name in one: torch.testing.assert_close(one[name], other[name], atol=1e-4, rtol=1e-3)
+
+
+# ---- runs
+@pytest.fixture(scope='module')
+def start(tmp_path_factory):
+    "A model that says a letter three times in registers picked by chance, and the settings to go on from."
+    folder, rng = tmp_path_factory.mktemp('grpo'), np.random.default_rng(0)
+    say = lambda letter: ' '.join(f'<reg_{k}>{letter}' for k in rng.integers(3, size=3))
+    write_jsonl(folder / 'rows.jsonl', [dict(id=str(n), prompt=c, reference=c, tagged_text=say(c)) for n, c in enumerate('abcdef' * 16)])
+    base = dict(model='tiny', data=str(folder / 'rows.jsonl'), tags='registers', registers=3, prompt='raw', device='cpu')
+    T.train('tip-sft', base | dict(batch=16, micro_batch=16, epochs=8, learning_rate=8e-3, warmup=.1), folder / 'sft')
+    return base | dict(model=str(folder / 'sft'), batch=2, samples=4, micro_batch=4, learning_rate=5e-4, kv_weight=.5, max_new_tokens=14,
+                       max_steps=4, save_every=1)
+
+
+@pytest.fixture(scope='module')
+def straight(start, tmp_path_factory):
+    "Two sets of answers, three updates each, that nobody disturbed."
+    config = start | dict(passes=3, max_steps=6)
+    return config, T.train('tip-grpo', config, tmp_path_factory.mktemp('straight') / 'run')
+
+
+def weights(folder): return {n: p.detach().clone() for n, p in load(str(folder))[0].named_parameters()}
+
+
+def timeless(folder): return [{k: v for k, v in row.items() if k != 'seconds'} for row in T.read_log(folder)]
+
+
+def same(one, other):
+    a, b = weights(one), weights(other)
+    return all(torch.equal(a[n], b[n]) for n in a) and timeless(one) == timeless(other)
+
+
+def test_a_run(straight):
+    config, result = straight
+    log = T.read_log(result['out'])
+    assert result['steps'] == len(log) == 6 and result['recipe'] == 'tip-grpo' and result['rows'] == 96
+    measured = {'reward', 'accuracy', 'live', 'held', 'dense', 'length', 'parity', 'equal'}
+    assert [measured <= row.keys() for row in log] == [True, False, False] * 2
+    assert all({'clipped', 'entropy', 'loss', 'grad_norm'} <= row.keys() for row in log)
+    assert all(0 <= row['accuracy'] <= 1 and 0 < row['live'] <= 1 and row['parity'] < 1e-4 for row in log if 'live' in row)
+    assert log[0]['clipped'] == 0 and abs(log[0]['loss']) < 1e-5                     # unscaled advantages of a group sum to 0
+    assert [p.name for p in sorted(Path(result['out']).glob('checkpoint-*'))] == ['checkpoint-3', 'checkpoint-6']
+    assert log[-1]['tokens'] == result['tokens'] > 0 and read_settings(result['out']).registers == 3
+
+
+def test_same_seed_same_run(straight, tmp_path):
+    config, result = straight
+    assert same(T.train('tip-grpo', config, tmp_path / 'again')['out'], result['out'])
+    assert not same(T.train('tip-grpo', config | dict(seed=1), tmp_path / 'other')['out'], result['out'])
+
+
+def test_killed_and_resumed(straight, tmp_path):
+    "kill -9 between two updates from one set of answers; resumed, the run draws the same answers again and ends in the same bits."
+    config, result = straight
+    command = [sys.executable, '-c', 'import sys, time, json\nfrom pasta_lib import train as T\n'
+               'class Slow(T.Journal):\n    def on_log(self, args, state, control, **kw):\n'
+               '        super().on_log(args, state, control, **kw)\n        if state.global_step == 5: time.sleep(300)\n'
+               'T.Journal = Slow\nT.train("tip-grpo", json.loads(sys.argv[1]), sys.argv[2])', json.dumps(config), str(tmp_path / 'run')]
+    process = subprocess.Popen(command, env=ENV, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.time() + 300
+    while len(T.read_log(tmp_path / 'run')) < 5 and time.time() < deadline and process.poll() is None: time.sleep(.1)
+    process.kill(), process.wait()
+    assert len(T.read_log(tmp_path / 'run')) == 5 and T.last_checkpoint(tmp_path / 'run').name == 'checkpoint-3'
+    assert same(T.train('tip-grpo', config, tmp_path / 'run', resume=True)['out'], result['out'])
+
+
+def test_an_interrupted_run_stops_between_two_sets(straight, tmp_path):
+    config, result = straight
+    class Press(T.Journal):
+        def on_log(self, args, state, control, **kw):
+            super().on_log(args, state, control, **kw)
+            if state.global_step == 2: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, 'Journal', Press)
+        stopped = T.train('tip-grpo', config, tmp_path / 'run')
+    assert stopped['interrupted'] and stopped['steps'] == 3
+    assert same(T.train('tip-grpo', config, tmp_path / 'run', resume=True)['out'], result['out'])
+
+
+def test_two_processes(straight, tmp_path):
+    "Each answers its share of the prompts, with the draws that one process would have made."
+    config, result = straight
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', '2', '--standalone', '-m', 'pasta_lib.train', 'tip-grpo',
+               '--out', str(tmp_path / 'two'), *[f'{key}={value}' for key, value in config.items()]]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.strip().splitlines()[-1])['processes'] == 2
+    for one, two in zip(T.read_log(result['out']), T.read_log(tmp_path / 'two'), strict=True):
+        for name in one.keys() - {'seconds', 'clipped', 'entropy', 'parity'}: assert two[name] == pytest.approx(one[name], abs=1e-4, rel=1e-3), name
+
+
+@pytest.mark.parametrize('change', [dict(loss_type='grpo', scale=True), dict(loss_type='bnpo', beta=.1, correct_kl=False), dict(loss_type='dr_grpo', temperature=.7),
+                                    dict(loss_type='dapo', beta=.05, temperature=1.3, kv_weight=0., room=96)], ids=lambda c: c['loss_type'])
+def test_the_trainers_loss_is_that_of_chapter_40(start, tmp_path, change):
+    "Every forward's loss, from an own recomputation of all its ingredients."
+    config, seen = T.read_config(start | change | dict(passes=2, max_steps=4, micro_batch=8)), []
+    class Watched(T.grpo_trainer()):
+        def _calculate_rewards(self, inputs, *rest):
+            self.asked = [x['prompt'] for x in inputs]
+            self.rewards = super()._calculate_rewards(inputs, *rest)
+            return self.rewards
+        def compute_loss(self, model, inputs, *rest, **kw):
+            loss = super().compute_loss(model, inputs, *rest, **kw)
+            keep, registers = inputs['completion_mask'].bool(), register_ids(self.tok)
+            rows = [tip_layout(p[m.bool()].tolist(), c[k].tolist(), registers) for p, m, c, k in
+                    zip(inputs['prompt_ids'], inputs['prompt_mask'], inputs['completion_ids'], keep)]
+            def own(model):
+                table = torch.zeros(keep.shape)
+                for n, row in enumerate(rows):
+                    logits, label = layout_logits(model, row, T.hf_mask(model, row)), torch.as_tensor(row.label)
+                    at = label != -100
+                    table[n, :int(at.sum())] = (logits[at] / config.temperature).log_softmax(-1).gather(1, label[at, None])[:, 0]
+                return table
+            expected = grpo_loss(own(model), inputs['old_per_token_logps'], inputs['advantages'], keep, config.epsilon, config.beta,
+                                 own(self.ref_model) if config.beta else None, config.loss_type, max_tokens=config.max_new_tokens,
+                                 correct_kl=config.correct_kl)
+            seen.append((loss.item(), expected.item(), inputs['advantages'].sort().values, group_advantages(self.rewards.view(2, 4), config.scale).view(-1)))
+            return loss
+    model, tok = T.prepare(config.model, 'registers', registers=3)
+    questions, _ = T.questions_of(T.read_rows(config), tok, prompt='raw')
+    trainer = Watched(model, questions, config, tmp_path / 'run', tok)
+    trainer.train()
+    assert len(seen) == 4 and any(abs(a) > 1e-6 for a, _, _, _ in seen)
+    for loss, expected, given, advantages in seen:
+        assert loss == pytest.approx(expected, abs=2e-5)
+        torch.testing.assert_close(given, advantages.sort().values, atol=1e-4, rtol=1e-3)
+    assert all(trainer.asked[n] == trainer.asked[n - n % 4] for n in range(8))
+
+
+@pytest.mark.parametrize('tie', [False, True])
+def test_adapters_and_the_rows_of_registers(start, tmp_path, tie):
+    "LoRA with trained rows of embedding and head, which trl's own trainer refuses; β against a copy of the start."
+    config = start | dict(model='tiny', model_options=dict(tie=tie), lora=4, beta=.1, max_steps=2)
+    result = T.train('tip-grpo', config, tmp_path / 'run')
+    log = T.read_log(result['out'])
+    assert len(log) == 2 and log[0]['kl'] == pytest.approx(0, abs=1e-6) and all(row['parity'] < 1e-4 for row in log)
+    assert read_settings(result['out']).registers == 3 and read_settings(result['out']).base == 'tiny'
+    again = T.train('tip-grpo', config | dict(model=result['out'], model_options={}, max_steps=1) | (dict(model_options=dict(tie=tie))), tmp_path / 'more')
+    assert again['steps'] == 1
+    with pytest.raises(T.PastaError, match='registers'): T.train('tip-grpo', config | dict(model=result['out'], registers=5), tmp_path / 'five')
+
+
+def test_the_reference_may_be_another_run(start, tmp_path):
+    "π₀ by folder: with the start's own folder the same divergence as with a copy of it."
+    runs = [T.train('tip-grpo', start | dict(beta=.1, max_steps=2, reference=reference), tmp_path / f'run{n}')['out'] for n, reference in enumerate(('', start['model']))]
+    assert same(*runs) and T.read_log(runs[0])[1]['kl'] > 0
+
+
+def test_an_answer_that_is_cut_is_wrong(start, tmp_path):
+    log = T.read_log(T.train('tip-grpo', start | dict(max_new_tokens=2, max_steps=1), tmp_path / 'run')['out'])
+    assert log[0]['accuracy'] == log[0]['reward'] == 0 and log[0]['equal'] == 1 and log[0]['length'] == 2
+
+
+def bad_grade(row, text): return 7
+
+
+@pytest.mark.parametrize('change,says', [
+    (dict(slots=64, max_new_tokens=200), r'an answer failed .*line \d.*set slots higher'), (dict(grader='nobody'), 'no grader'),
+    (dict(tags='compact'), 'write tags=registers'), (dict(micro_batch=3), 'cannot be shared out'), (dict(registers=9), 'registers=')])
+def test_runs_that_cannot_be(start, tmp_path, change, says):
+    write_jsonl(tmp_path / 'long.jsonl', [dict(prompt=letter * 60, reference='none') for letter in 'xyz'])
+    with pytest.raises(T.PastaError, match=says): T.train('tip-grpo', start | dict(data=str(tmp_path / 'long.jsonl')) | change | dict(max_steps=1), tmp_path / 'run')
+
+
+def test_grades_are_shares(start, tmp_path, monkeypatch):
+    monkeypatch.setitem(T.GRADERS, 'bad', bad_grade)
+    with pytest.raises(T.TrainError, match='a grade of 7.*line'): T.train('tip-grpo', start | dict(grader='bad', max_steps=1), tmp_path / 'run')
+
+
+def test_halves_that_disagree_stop_the_run(start, tmp_path, monkeypatch):
+    "A trainer that forgets to evict is found out at the first set of answers."
+    monkeypatch.setattr(T, 'tip_layout', lambda prompt, answer, registers: tip_layout(prompt, answer, {}))
+    with pytest.raises(T.TrainError, match='the runtime and the trainer differ'): T.train('tip-grpo', start | dict(max_steps=1), tmp_path / 'run')
+
+
+def test_picture_of_a_run(straight):
+    import matplotlib.pyplot as plt
+    axes = T.plot_answers(straight[1]['out'])
+    log = [row for row in T.read_log(straight[1]['out']) if 'held' in row]
+    assert [line.get_ydata().tolist() for ax in axes for line in ax.lines] == [[row[key] for row in log] for key in ('accuracy', 'reward', 'held', 'dense')]
+    assert T.plot_answers(straight[1]['out'], axes) is axes
+    plt.close('all')
+
+
+@pytest.mark.parametrize('base', ['group', 'own'])
+def test_what_the_penalty_is_a_share_of(start, tmp_path, base):
+    "Rewards from the engine's counters, by definition."
+    config, seen = T.read_config(start | dict(kv_base=base, max_steps=1, gate=False, kv_weight=.7)), {}
+    class Watched(T.grpo_trainer()):
+        def rollout(self, prompts, trainer=None):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(T, 'tip_reward', lambda right, live, dense, *rest: seen.update(live=live, dense=dense, right=right) or tip_reward(right, live, dense, *rest))
+                return seen.setdefault('given', super().rollout(prompts, trainer))
+    model, tok = T.prepare(config.model, 'registers', registers=3)
+    Watched(model, T.questions_of(T.read_rows(config), tok, prompt='raw')[0], config, tmp_path / 'run', tok).train()
+    given, registers = seen['given'], register_ids(tok)
+    live, dense = [], []
+    for prompt, answer in zip(given['prompt_ids'], given['completion_ids']):
+        dies, at = [math.inf] * len(prompt) + [d + len(prompt) for d in dead_at(answer, registers)], range(len(prompt), len(prompt) + len(answer) - 1)
+        live.append(np.mean([sum(q < dies[j] for j in range(q + 1)) for q in at])); dense.append(np.mean([q + 1 for q in at]))
+    np.testing.assert_allclose(seen['live'], live, rtol=1e-5)
+    whole = np.repeat(np.mean(np.reshape(dense, (2, 4)), 1), 4) if base == 'group' else dense
+    np.testing.assert_allclose(given['reward'], seen['right'].numpy() - .7 * np.array(live) / whole, rtol=1e-5)

@@ -81,6 +81,30 @@ def drop(book, t, slots):
     assert t.drop(np.array(sorted(slots), int)) == gone
 
 
+def align(book, t):
+    e, before = book.tables[t], t.used
+    assert t.align() == -before % book.size
+    e['slots'] += range(before, t.used)
+    page = before // book.size
+    if t.used > before and not any(s // book.size == page for s in e['owner']): e['pages'][page] = None
+
+
+def there_and_back(book, t, rng):
+    "Set a mark, do something, rewind: nothing happened; unless a page has gone that was there."
+    e, mark = book.tables[t], t.mark()
+    before = {k: v.copy() if v is not None else None for k, v in e.items()}
+    for _ in range(rng.integers(1, 4)):
+        if rng.random() < .7: take(book, t, int(rng.integers(1, 2 * book.size + 1)), 3)
+        elif rng.random() < .5: align(book, t)
+        elif t.used: drop(book, t, {int(s) for s in rng.integers(0, t.used, 3)})
+        book.check()
+    if any(p is not None and e['pages'][n] is None for n, p in enumerate(before['pages'])):
+        with pytest.raises(PastaError, match='no way back'): t.rewind(mark)
+    else:
+        t.rewind(mark)
+        book.tables[t] = before
+
+
 def release(book, t):
     t.release()
     del book.tables[t]
@@ -106,12 +130,12 @@ def share(book, ids):
 @EXAMPLES
 @given(seed=st.integers(0, 10**6))
 def test_random_operations(size, seed):
-    "60 x 50 operations for each page size."
+    "60 x 50 operations for each page size: 12,000 and more."
     rng = np.random.default_rng(seed)
     pool = Pool(1, 1, 1, slots=int(rng.integers(4, 30)) * size, page_size=size)
     book, prompts = Book(pool), [[0] * 200, [0] * size + [1] * 200, rng.integers(0, 2, 200).tolist()]
     for _ in range(50):
-        tables, action = list(book.tables), rng.integers(0, 9)
+        tables, action = list(book.tables), rng.integers(0, 12)
         t = tables[rng.integers(len(tables))] if tables else None
         if t is None or action == 0 and len(tables) < 6: book.open(int(rng.integers(1, 5)))
         elif action <= 3:
@@ -122,6 +146,9 @@ def test_random_operations(size, seed):
             a, b = sorted(rng.integers(0, t.used + 1, 2))
             drop(book, t, set(range(a, b)))
         elif action == 6: release(book, t)
+        elif action == 8: align(book, t)
+        elif action == 9: there_and_back(book, t, rng)
+        elif action == 10 and t.used and t.held: drop(book, t, {s for s in range(t.used) if rng.random() < .8})
         elif action == 7 and len(tables) < 6: share(book, prompts[rng.integers(3)][:int(rng.integers(1, 6 * size + 2))])
         else:
             ids = prompts[rng.integers(3)][:int(rng.integers(1, 6 * size + 2))]
@@ -224,6 +251,69 @@ def test_release_twice_is_an_error():
     check_pool(pool)
 
 
+def test_holes_are_filled_first_and_lent_out_when_nothing_else_is_left():
+    pool = Pool(1, 1, 1, slots=40, page_size=4)
+    t, other = pool.table(room=6), pool.table()
+    t.take(24)
+    t.drop(np.arange(4, 12))                                 # pages 1 and 2 are holes
+    assert pool.pages.free == 6 and (t.first, t.last) == (0, 5)
+    other.take(12)
+    assert min(other.pages) > 5                              # nobody needs the holes yet
+    t.take(4)
+    assert t.pages[-1] == 1                                  # but their owner takes them first
+    other.take(8)
+    assert 2 in other.pages and pool.pages.free == 0         # lent out, when nothing else is left
+    check_pool(pool)
+    with pytest.raises(PoolFull, match='1 wanted, 0 of 10 free'): t.take(1)
+    t.drop(np.arange(12, 16))
+    other.release()
+    t.take(4)
+    assert t.pages[-1] == 2 and t.last == 5
+    check_pool(pool)
+
+
+def test_the_stretch_shrinks_as_its_ends_die():
+    pool = Pool(1, 1, 1, slots=40, page_size=4)
+    t = pool.table(room=6)
+    t.take(24)
+    t.drop(np.arange(0, 4)), t.drop(np.arange(20, 24))
+    assert (t.first, t.last, t.contiguous) == (1, 4, True)
+    t.drop(np.arange(8, 12))
+    assert not t.contiguous
+    t.drop(np.arange(24))
+    assert t.held == 0 and (t.first, t.last) == (10, -1)
+    check_pool(pool)
+
+
+def test_align():
+    "A page on which everything is dead goes as soon as nothing more will be written on it."
+    pool = Pool(1, 1, 1, slots=40, page_size=4)
+    t = pool.table()
+    assert t.align() == 0 and t.used == 0
+    t.take(5)
+    assert t.align() == 3 and t.used == 8 and t.align() == 0
+    assert t.take(1).tolist() == [8]
+    assert t.drop(np.array([8])) == 0 and t.held == 3        # still being written
+    assert t.align() == 3 and t.held == 2
+    check_pool(pool)
+    assert t.drop(np.array([4])) == 1 and t.held == 1        # the rest of that page was never used
+    check_pool(pool)
+
+
+def test_no_way_back_over_a_dropped_page():
+    pool = Pool(1, 1, 1, slots=40, page_size=4)
+    t = pool.table()
+    t.take(6)
+    mark = t.mark()
+    t.take(6)
+    t.drop(np.arange(8, 12))
+    t.rewind(mark)                                           # that page was not there at the mark
+    check_pool(pool)
+    t.drop(np.arange(4))
+    with pytest.raises(PastaError, match='no way back .1 pages'): t.rewind(mark)
+    check_pool(pool)
+
+
 @pytest.mark.parametrize('slots, page_size', [(0, 4), (4, 0), (-1, 1)])
 def test_a_pool_needs_slots(slots, page_size):
     with pytest.raises(PastaError, match='needs slots'): Pool(1, 1, 1, slots, page_size)
@@ -310,14 +400,18 @@ def break_(pool, how):
     if how == 'twice': t.pages[1] = t.pages[0]
     if how == 'used': t.used = 99
     if how == 'contiguous': t.contiguous = not t.contiguous
-    if how == 'dropped': t.pages[0], t.dropped = -1, 1
+    if how == 'dropped': t.pages[0], t.freed = -1, [0]
     if how == 'index': t.index[0] = 30
     if how == 'refs': pool.pages.refs[7] = 1
     if how == 'prefix': pool.prefixes[(-1, (1,))] = 7
     if how == 'names': pool.names[0] = (-1, (1,))
+    if how == 'stretch': t.last = 7
+    if how == 'leak': t.owner[:4] = -1
+    if how == 'aside': pool.pages.aside[7] = 99
+    if how == 'stale': t.drop(np.arange(4)), t.index.__setitem__(0, 3)
 
 
-@pytest.mark.parametrize('how', ['twice', 'used', 'contiguous', 'dropped', 'index', 'refs', 'prefix', 'names'])
+@pytest.mark.parametrize('how', ['twice', 'used', 'contiguous', 'dropped', 'index', 'refs', 'prefix', 'names', 'stretch', 'leak', 'aside', 'stale'])
 def test_the_check_finds_what_is_wrong(how):
     pool = Pool(1, 1, 1, slots=32, page_size=4)
     pool.table().take(8)

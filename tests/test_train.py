@@ -220,7 +220,8 @@ learning_rate=0 learning_rate=-1e-3 learning_rate=nan learning_rate=.nan learnin
 new_row_rate=-1 new_row_rate=inf epochs=0 epochs=-1 epochs=inf epochs=nan warmup=1.5 warmup=-.1 warmup=nan weight_decay=-1
 weight_decay=nan clip=-1 clip=nan clip=inf alpha=2 alpha=-.1 alpha=nan best_of=1 margin=0 margin=nan margin=inf constant=0
 max_length=0 max_tokens=0 max_tokens=15 seed=-1 seed=4294967296 device=tpu device=cuda:99 after_sync=side positions=absolute
-prompt=shout tags=fancy dtype=float16 dtype=int8 model= model_options={lora:3} model_options={1:2}'''
+prompt=shout tags=fancy registers=0 samples=1 passes=0 temperature=0 max_new_tokens=0 grader= kv_weight=-1 kv_weight=nan epsilon=0
+epsilon=2 beta=-1 loss_type=ppo slots=0 dtype=float16 dtype=int8 model= model_options={lora:3} model_options={1:2}'''
 
 
 @pytest.mark.parametrize('text', OUTSIDE.split())
@@ -233,7 +234,7 @@ def test_settings_out_of_range(text):
 def test_settings_at_the_edge():
     T.read_config({}, ['seed=4294967295', 'warmup=1', 'clip=0', 'alpha=1', 'best_of=2', 'margin=null', 'room=0', 'learning_rate=1000',
                        'new_row_rate=0', 'epochs=.01', 'max_tokens=10', 'device=cpu', 'model_options={sliding_window: 8}'])
-    free = {'data', 'reference', 'autocast', 'quick'}
+    free = {'data', 'reference', 'autocast', 'quick', 'evict', 'gate', 'scale', 'correct_kl'}
     assert set(T.ALLOWED) == set(vars(T.TrainConfig())) - free                       # every other setting has its range
 
 
@@ -260,7 +261,10 @@ def test_wrong_files_of_settings(tmp_path):
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'data' / 'configs').glob('*.yaml')), ids=lambda p: p.stem)
-def test_committed_settings(path): assert T.read_config(path).batch % T.read_config(path).micro_batch == 0
+def test_committed_settings(path):
+    config = T.read_config(path)
+    assert config.batch * (config.samples if 'grpo' in path.stem else 1) % config.micro_batch == 0
+    assert (config.tags == 'registers') == path.stem.startswith('tip_')
 
 
 def test_baselines_differ_from_pasta_only_where_they_must():
@@ -268,6 +272,100 @@ def test_baselines_differ_from_pasta_only_where_they_must():
     for scale in ('tiny', 'smollm2'):
         one, other = read(f'pasta_sft_{scale}'), read(f'baseline_sft_{scale}')
         assert {key for key in one if one[key] != other.get(key)} == {'tags'}
+
+
+# --- registers --------------------------------------------------------------------------------------------------------
+THOUGHTS = ['<reg_0>one <reg_1>two <reg_0>three', 'before <reg_2>x<reg_2>y<reg_2>z', 'no register at all', '<reg_3>a', '<reg_0><reg_0><reg_1>']
+
+
+def thoughts(): return [dict(id=str(n), prompt=f'q{n}', response=f'plain {n}', tagged_text=text) for n, text in enumerate(THOUGHTS)]
+
+
+@pytest.fixture(scope='module')
+def thinker(): return T.prepare('tiny', 'registers', registers=4)
+
+
+def test_rows_with_registers_by_definition(thinker):
+    "Labels are the whole answer and its end; a token reads what comes before it, unless its step's register was used again."
+    _, tok = thinker
+    names = {tok.convert_tokens_to_ids(f'<reg_{k}>'): k for k in range(4)}
+    layouts, dropped = T.layouts_of(thoughts(), tok, 'tip')
+    assert not dropped and len(layouts) == len(THOUGHTS)
+    for n, (layout, text) in enumerate(zip(layouts, THOUGHTS)):
+        prompt = T.prompt_ids(f'q{n}', tok)
+        answer = layout.ids[len(prompt):].tolist()
+        assert tok.decode(answer) == text and layout.ids[:len(prompt)].tolist() == prompt and layout.position.tolist() == [*range(len(layout))]
+        assert layout.label[:len(prompt) - 1].tolist() == [IGNORE] * (len(prompt) - 1)
+        assert layout.label[len(prompt) - 1:].tolist() == [*answer, tok.eos_token_id]
+        dead, held, step = [math.inf] * len(layout), {}, None
+        mine = [None] * len(layout)
+        for at in range(len(prompt), len(layout)):
+            if (register := names.get(int(layout.ids[at]))) is not None:
+                for j in range(at):
+                    if mine[j] is not None and mine[j] == held.get(register): dead[j] = at
+                held[register] = step = at
+            mine[at] = step
+        want = [[j <= q < dead[j] for j in range(len(layout))] for q in range(len(layout))]
+        assert T.hf_mask(thinker[0], layout)[0, 0].tolist() == want
+
+
+def test_the_two_dense_baselines(thinker):
+    _, tok = thinker
+    kept, (evicting, _) = T.layouts_of(thoughts(), tok, 'tip', evict=False)[0], T.layouts_of(thoughts(), tok, 'tip')
+    for one, other in zip(kept, evicting):
+        assert len(one.table) == 1 and all((getattr(one, name) == getattr(other, name)).all() for name in ('ids', 'position', 'label'))
+    dense, _ = T.layouts_of(thoughts(), tok, 'dense')
+    assert [tok.decode(row.label[row.label != IGNORE][:-1]) for row in dense] == [f'plain {n}' for n in range(len(THOUGHTS))]
+    bare, dropped = T.layouts_of([dict(prompt='q', tagged_text=text) for text in THOUGHTS], tok, 'dense')
+    assert tok.decode(bare[0].label[bare[0].label != IGNORE][:-1]) == 'one two three'
+
+
+def test_rows_with_registers_that_are_dropped(thinker):
+    _, tok = thinker
+    rows = [dict(prompt='p', tagged_text=text) for text in ('<reg_0>fine', '', '<reg_7>too many', '<reg_0', '<reg_0>' + 'x' * 300, '<reg_0>a<|end|>b')]
+    layouts, dropped = T.layouts_of(rows, tok, 'tip', max_length=200)
+    assert len(layouts) >= 1 and dropped.pop('too long') == 1 and dropped.pop('empty') == 1
+    assert dropped.pop('a register without a token') == 1 and sum(count for reason, count in dropped.items() if reason.startswith('grammar: ')) == 1
+    with pytest.raises(T.PastaError, match='no registers'): T.layouts_of(thoughts(), load('tiny')[1], 'tip')
+    with pytest.raises(T.TrainError, match='row without tagged_text'): T.layouts_of([dict(prompt='p')], tok, 'tip')
+
+
+@pytest.mark.parametrize('room', [0, 48, 1000])
+def test_packing_changes_no_loss_under_eviction(thinker, room):
+    model, tok = thinker
+    layouts, _ = T.layouts_of(thoughts(), tok, 'tip', prompt='raw')
+    total = count = 0
+    for layout in layouts:
+        label = torch.as_tensor(layout.label)
+        total += F.cross_entropy(layout_logits(model, layout), label, ignore_index=IGNORE, reduction='sum').item()
+        count += int((label != IGNORE).sum())
+    with torch.no_grad(): logits, labels, _ = T.labelled_logits(model, T.Collator(model.config, 0, room)(layouts))
+    assert len(labels) == count and abs(T.sft_loss(logits, labels, 1).item() - total) < 1e-3
+    blind = T.layouts_of(thoughts(), tok, 'tip', prompt='raw', evict=False)[0]
+    with torch.no_grad(): other, labels, _ = T.labelled_logits(model, T.Collator(model.config, 0, room)(blind))
+    assert abs(T.sft_loss(other, labels, 1).item() - total) > 1e-2                     # forgetting is not nothing
+
+
+@pytest.mark.parametrize('change', [dict(), dict(lora=4), dict(evict=False), dict(room=64, micro_batch=4)], ids=str)
+def test_a_run_with_registers(tmp_path, change):
+    write_jsonl(tmp_path / 'rows.jsonl', 4 * thoughts())
+    config = tiny(tmp_path / 'rows.jsonl', tags='registers', registers=4, prompt='raw') | change
+    result = T.train('tip-sft', config, tmp_path / 'run')
+    model, tok = load(result['out'])
+    assert read_settings(result['out']).registers == 4 and read_settings(result['out']).tags is None
+    assert tok.convert_tokens_to_ids('<reg_3>') < len(tok) and losses(result['out'])[-1] < losses(result['out'])[0]
+    dense = T.train('dense-sft', config | dict(tags='none', lora=0), tmp_path / 'dense')
+    assert dense['rows'] == result['rows'] and '<reg_0>' not in load(dense['out'])[1].get_vocab()
+    for wrong, says in ((dict(registers=5), 'registers=4'), (dict(tags='compact'), 'write tags=registers')):
+        with pytest.raises(T.PastaError, match=says): T.train('tip-sft', config | dict(model=result['out'], lora=0) | wrong, tmp_path / 'again')
+
+
+def test_packing_and_accumulation_change_no_curve_under_eviction(tmp_path):
+    write_jsonl(tmp_path / 'rows.jsonl', 4 * thoughts())
+    config = tiny(tmp_path / 'rows.jsonl', tags='registers', registers=4, prompt='raw', max_steps=4)
+    curves = [losses(T.train('tip-sft', config | change, tmp_path / str(n))['out']) for n, change in
+              enumerate((dict(), dict(micro_batch=1), dict(micro_batch=4, room=96)))]
+    for other in curves[1:]: assert other == pytest.approx(curves[0], abs=1e-4)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -648,17 +746,16 @@ def test_adapter_runs(data, tmp_path):
 # --- several processes ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize('recipe', ['pasta-sft', 'pasta-bon'])
 def test_two_processes(straight, data, tmp_path, recipe):
-    "`accelerate launch` with two processes: the same losses as one."
+    "Two processes (as accelerate and torchrun set them up; accelerate starts one on a CPU): the same losses as one."
     config = straight[0] | dict(micro_batch=1) if recipe == 'pasta-sft' else bon(data)
     one = straight[1]['out'] if recipe == 'pasta-sft' else T.train(recipe, config, tmp_path / 'one')['out']
     (tmp_path / 'c.yaml').write_text(yaml.safe_dump(config))
-    command = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1',
-               '--mixed_precision', 'no', '--main_process_port', '0', '--dynamo_backend', 'no',
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', '2', '--standalone',
                '-m', 'pasta_lib.train', recipe, '--config', str(tmp_path / 'c.yaml'), '--out', str(tmp_path / 'two')]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert result['steps'] == len(losses(one)) and losses(tmp_path / 'two') == pytest.approx(losses(one), abs=1e-4, rel=1e-4)
+    assert result['processes'] == 2 and result['steps'] == len(losses(one)) and losses(tmp_path / 'two') == pytest.approx(losses(one), abs=1e-4, rel=1e-4)
     assert result['tokens'] == T.read_log(one)[-1]['tokens']
 
 
