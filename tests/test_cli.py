@@ -369,7 +369,7 @@ def test_no_prompt_on_a_terminal(monkeypatch):
 def test_check(monkeypatch):
     r = pasta('check', '-m', 'tiny', '--only', 'replay of', '--json')
     found = only_json(r)
-    assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 3 and 'ok' in r.stderr
+    assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 4 and 'ok' in r.stderr
     assert all({'name', 'system', 'deviation', 'tolerance', 'passed'} <= set(c) for c in found['checks'])
     assert '3 of 3 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
     assert pasta('check', '-m', 'tiny', '--only', 'no such check').exit_code == 2

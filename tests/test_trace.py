@@ -17,8 +17,8 @@ from hypothesis import given, settings, strategies as st
 
 from golden_case import (AFTER, OFFSET, PAPER_SYNC_SLOT, PREDICTED, SCRIPT, SYNC_SLOT, TABLE, golden_record, of_record, tuples)
 from pasta_lib.metrics import MetricError, Words, critical_path, toy_record, written_steps
-from pasta_lib.trace import (TraceError, ascii_interleaving, describe, from_json, html, pieces, print_interleaved, slot_map,
-                             slot_owners, timeline, to_json)
+from pasta_lib.trace import (TraceError, _lanes, _lifetimes, ascii_interleaving, deaths, describe, from_json, html, pieces,
+                             print_interleaved, slot_map, slot_owners, timeline, to_json)
 
 BIRDS = [5, ('lark', 12), ('robin', 4), 3, '<sync/>', 6, ('wren', 7), 2, '<sync/>', 3]
 NASTY = ['</script><script>document.title="broken"</script>', '<!--', '"\'`${a}\\', '🐦‍⬛', '\u2028\u2029', '\x00\x1b[31m\x9b',
@@ -47,6 +47,47 @@ def mask(record):
             may = reads[s, t] and (s != t or not record.table.causal[s] or record.position[k] <= record.position[q])
             out[q, k] = q == k or (may and record.slot[k] >= 0)
     return out
+
+
+def chain_record(segments, prompt=3):
+    "One thread; each segment is (name, tokens, the segments that it forgets), decoded by no model."
+    from pasta_lib.engine import Record, Thread
+    from pasta_lib.segments import SegmentTable
+    table = SegmentTable()
+    segment = table.open(name='main')
+    record = Record(table, [Thread('main', segment)])
+    for i in range(prompt): record.add(i, i, segment, i, 0, 0, math.nan, 'prompt', False)
+    for name, tokens, dead in segments:
+        segment = table.open((segment,), name, without=dead)
+        for k in range(tokens):
+            i = len(record.token)
+            record.add(i, i, segment, i, i - prompt + 1, 0, .5, 'sampled', k == 0)
+    return record
+
+
+def tip_record(plan, prompt=3):
+    "The record of steps (register, tokens)."
+    last = lambda n: [k + 1 for k in range(n) if plan[k][0] == plan[n][0]][-1:]
+    return chain_record([(f'step {n + 1}: reg_{r}', tokens, last(n)) for n, (r, tokens) in enumerate(plan)], prompt)
+
+
+def page_record(seed, pages=12):
+    "The record of a policy that drops pages by chance."
+    rng = random.Random(seed)
+    dropped = lambda n: [s for s in range(n) if rng.random() < .15]
+    return chain_record([(f'page {n}', rng.randint(1, 4), dropped(n)) for n in range(1, pages)], rng.randint(1, 9))
+
+
+def unseen(record):
+    "Segment -> since when no token sees any of it, straight from the mask: for records of one thread."
+    seen = mask(record)
+    own = {s: [i for i, t in enumerate(record.segment) if t == s] for s in set(record.segment)}
+    last = {s: max(record.step[q] for q in range(len(seen)) if seen[q, k].any()) for s, k in own.items()}
+    return {s: step + 1 for s, step in last.items() if step < max(record.step)}
+
+
+PLANS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=12)
+PLAN = [(0, 4), (1, 3), (0, 5), (2, 1), (2, 2), (1, 4), (0, 3)]
 
 
 # ---- the golden case
@@ -93,6 +134,107 @@ def test_pieces_keep_a_leading_space():
     record.token = [0, 1, 2]
     assert pieces(record, Piece()) == ['one', ' two', ' three']
     assert pieces(record) == [' 0', ' 1', ' 2']
+
+
+# ---- deaths
+@settings(max_examples=60, deadline=None)
+@given(PLANS)
+def test_a_step_dies_when_its_register_is_used_again(plan):
+    starts = [1 + sum(n for _, n in plan[:k]) for k in range(len(plan))]
+    again = {k: [j for j in range(k + 1, len(plan)) if plan[j][0] == plan[k][0]] for k in range(len(plan))}
+    record = tip_record(plan)
+    assert deaths(record) == {k + 1: (starts[later[0]], later[0] + 1) for k, later in again.items() if later}
+    assert {s: step for s, (step, _) in deaths(record).items()} == unseen(record)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_page_dies_when_nobody_sees_it(seed):
+    record = page_record(seed)
+    assert {s: step for s, (step, _) in deaths(record).items()} == unseen(record)
+    assert all(record.step[record.segment.index(killer)] == step for step, killer in deaths(record).values())
+
+
+def test_threads_that_never_read_each_other_kill_nobody():
+    for seed in range(20): assert deaths(random_record(seed)) == {} == deaths(toy_record([0], prompt=0))
+    assert 'died' not in describe(random_record(1)) and 'lifetimes' not in json.loads(to_json(random_record(1)))
+
+
+@pytest.mark.parametrize('after, dead', [(9, {1: (8, 4)}), (7, {})])
+def test_what_a_fork_still_reads_is_not_dead(after, dead):
+    "Main forgets segment 1 at step 3; a fork that left before reads it up to step 7."
+    record = chain_record([('one', 2, ())], prompt=1)
+    table = record.table
+    fork, empty = table.open((1,), 'fork'), table.open((1,), 'nobody', without=(1,))       # what has no tokens kills nobody
+    rest = table.open((empty,), 'rest')
+    for segment, steps in ((fork, range(3, 8)), (rest, range(3, after + 1))):
+        for step in steps: record.add(9, step, segment, len(record.token), step, 0, .5, 'sampled', False)
+    assert deaths(record) == dead
+
+
+def test_deaths_of_real_runs(tiny):
+    from pasta_lib.engine import Engine
+    from pasta_lib.eviction import lifetimes, paged_h2o, streaming_llm, tip
+    ids = tiny[1].encode('A one B two A three C four B five A six', add_special_tokens=False)
+    registers = {tiny[1].encode(c, add_special_tokens=False)[0]: n for n, c in enumerate('ABC')}
+    said = dict(script={'main': ids}, max_new_tokens=len(ids), ignore_eos=True)
+    asks = [tip('Think.', registers=registers, **said), streaming_llm('Think, and think again.', window=8, **said),
+            paged_h2o('Think, and think again.', budget=16, **said)]
+    for result in Engine(*tiny, slots=512, page_size=4).run(asks):
+        lives = lifetimes(result.record)
+        assert {life.segment: life.died for life in lives if life.died is not None} == {s: step for s, (step, _) in deaths(result.record).items()}
+        assert [(life.segment, life.tokens, life.born, life.written, life.died) for life in lives] == [
+            tuple(life[k] for k in ('segment', 'tokens', 'born', 'written', 'died')) for life in _lifetimes(result.record)]
+        assert sum(life.died is not None for life in lives) >= 3 and deaths(from_json(to_json(result.record))) == deaths(result.record)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PLANS, st.integers(0, 10**6))
+def test_lanes(plan, seed):
+    "A register has one lane, no two bars of a lane overlap, and pages need no more lanes than live at once."
+    for lives in (_lifetimes(tip_record(plan)), _lifetimes(page_record(seed))):
+        lanes, until = _lanes(lives), lambda life: math.inf if life['died'] is None else life['died']
+        for n, a in enumerate(lives):
+            for b, lane in zip(lives[n + 1:], lanes[n + 1:]):
+                if lane == lanes[n]: assert a['register'] == b['register'] and until(a) <= b['born']
+                else: assert a['register'] is None or a['register'] != b['register']
+        free = [life for life in lives if life['register'] is None]
+        alive = max((sum(a['born'] <= b['born'] < until(a) for a in free) for b in free), default=0)
+        assert len({lane for lane, life in zip(lanes, lives) if life['register'] is None}) == alive
+        held = [(lane, life['register']) for lane, life in zip(lanes, lives) if life['register'] is not None]
+        assert sorted(held) == sorted(held, key=lambda pair: pair[1]) or not held
+
+
+def test_lifetimes_in_words_and_in_the_file():
+    record = tip_record(PLAN)
+    lines = describe(record).splitlines()
+    at = lines.index('segments, 4 of 8 died:')
+    assert lines[at + 1:at + 4] == ['  main: 3 tokens, steps 0-0, alive to the end',
+                                    '  step 1: reg_0: 4 tokens, steps 1-4, dead from step 8 on, killed by step 3: reg_0',
+                                    '  step 2: reg_1: 3 tokens, steps 5-7, dead from step 16 on, killed by step 6: reg_1']
+    assert lines[at + 9] == 'why not faster:'
+    kept = json.loads(to_json(record))['lifetimes']
+    assert kept[1] == dict(segment=1, register=0, tokens=4, born=1, written=4, died=8, by=3)
+    assert [life['register'] for life in kept] == [None, *(r for r, _ in PLAN)] and kept[7]['died'] is kept[7]['by'] is None
+    record.table.names[1] = '\x1b[31m: reg_0'
+    assert '\x1b' not in describe(record)
+
+
+@settings(max_examples=30, deadline=None)
+@given(PLANS, st.integers(0, 10**6))
+def test_json_round_trip_of_what_forgets(plan, seed):
+    for record in (tip_record(plan), page_record(seed)):
+        again = from_json(to_json(record))
+        assert to_json(again) == to_json(record) and deaths(again) == deaths(record) and _lifetimes(again) == _lifetimes(record)
+        assert (mask(again) == mask(record)).all() and again.table.names == record.table.names
+
+
+def test_timeline_ends_a_bar_at_death():
+    record = tip_record(PLAN)
+    bars = [path.vertices[:, 0].max() for c in timeline(record).collections if c.get_alpha() == .25 for path in c.get_paths()]
+    dead, end = deaths(record), max(record.step)
+    assert bars == [dead[s][0] - 1 if s in dead else end for s in record.segment[3:]]
+    plt.close('all')
 
 
 # ---- pictures
@@ -317,6 +459,17 @@ def test_page_of_eight_answers_is_small(tmp_path):
     assert html(records, Table([' something']), tmp_path / 'p.html').stat().st_size <= 300_000
 
 
+def test_page_knows_lifetimes(tmp_path):
+    records = [tip_record(PLAN), random_record(2), page_record(3)]
+    records[0].table.names[2] = NASTY[0]
+    text = html(records, None, tmp_path / 'page.html').read_text(encoding='utf-8')
+    thought, pasta, pages = page_data(text)
+    assert 'lifetimes' not in pasta and text.count('</script') == 2
+    assert thought['lifetimes'] == [life | dict(lane=n, name=records[0].table.names[life['segment']])
+                                    for life, n in zip(_lifetimes(records[0]), [0, 2, 1, 2, 4, 4, 3, 2])]
+    assert len(pages['lifetimes']) == 12 and {life['register'] for life in pages['lifetimes']} == {None}
+
+
 FLAGS = ('--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
          '--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=4000 --dump-dom').split()
 
@@ -349,6 +502,40 @@ def test_page_in_a_browser(tmp_path, chromium):
             assert got['middle'] == middle and got['read'] == wanted[middle].sum() and got['tipped']
             following = order[len(order) // 2 + 1] if len(order) // 2 + 1 < len(order) else middle
             assert got['moved'] == following
+
+
+@pytest.mark.browser
+def test_page_of_what_forgets_in_a_browser(tmp_path, chromium):
+    "Dead tokens are pale at the chosen moment and under the pointer; each bar of the register timeline leads to its segment."
+    records = [tip_record(PLAN), page_record(3), tip_record([(n % 3, n % 4 + 1) for n in range(40)], prompt=0), random_record(2)]
+    for record in records: record.token = [i % len(NASTY) for i in range(len(record.token))]
+    records[0].table.names[1:3] = [NASTY[0], f'{NASTY[1]}: reg_1']
+    path = html(records, Table(NASTY), tmp_path / 'page.html')
+    dom = open_page(chromium, path, tmp_path / 'profile', 'selftest')
+    result = json.loads(unescape(re.search(r'<pre id="result"[^>]*>(.*?)</pre>', dom, re.S)[1]))
+    assert result['error'] is None and re.search(r'id="lives"[^>]*>', dom)[0].count('hidden') == 0
+    for record, got in zip(records, result['answers']):
+        n, seen, dead = len(record.token), mask(record), deaths(record)
+        bits = np.array([[int(h, 16) >> b & 1 for h in row for b in range(4)][:n] for row in got['rows']], bool).reshape(n, n)
+        assert (bits == seen).all()
+        died = [dead.get(s, (math.inf,))[0] for s in record.segment]
+        gone = lambda step: sum(d <= step for d in died)
+        assert (got['dead'], got['gone']) == (gone(record.step[got['middle']]), gone(got['half']))
+        assert [record.segment[i] for i in got['pointed']] == [life['segment'] for life in _lifetimes(record)]
+        if dead: assert got['read'] + got['dead'] == sum(s <= record.step[got['middle']] for s in record.step)
+
+
+@pytest.mark.browser
+def test_page_says_who_killed_whom(tmp_path, chromium):
+    record = tip_record(PLAN)
+    path = html([record, random_record(2)], Table([' word']), tmp_path / 'page.html')
+    dom = open_page(chromium, path, tmp_path / 'profile', 'answer=1&token=4')
+    lives, answer, thumbnails = _lifetimes(record), sum(k != 'prompt' for k in record.kind), 1 + len(random_record(2).threads)
+    assert dom.count('class="kept life t') == len(lives) and dom.count('class="cell t') == 2 * answer + len(lives) + thumbnails
+    assert '>step 1: reg_0: 4 tokens, dead from step 8 on, killed by step 3: reg_0<' in dom
+    assert [f'>register {n}<' in dom for n in range(4)] == [True, True, True, False] and '4 of 8' in dom
+    other = open_page(chromium, path, tmp_path / 'profile', 'answer=2&token=4')
+    assert 'class="kept life' not in other and 'segments died</dt>' not in other and re.search(r'<p [^>]*id="lives"[^>]*hidden', other)
 
 
 @pytest.mark.browser
