@@ -92,7 +92,7 @@ def answer_twice(engine: Engine, prompt: Prompt, rounds: int = 1, warm: int = 0,
     return Pair(prompt, kept[False], kept[True], times.ratio('in turn.decode', 'at once.decode'))
 
 # %% ../nbs/63_demo.ipynb #63demo-037
-TRAINED, BASELINE = 'smollm2-pasta', 'smollm2-baseline'        # checkpoints
+TRAINED, BASELINE = 'smollm2-pasta-bon', 'smollm2-baseline'    # checkpoints
 
 COMPARED = {
     'guided': 'one part after the other, then all parts at once (the same model, along the same outline)',

@@ -7,9 +7,9 @@ __all__ = ['NAME', 'LOCKS', 'Queries', 'QueryError', 'Cancelled', 'OptionError',
            'check_queries', 'erase', 'Read', 'Step', 'pool_attention', 'folds', 'attend', 'attention_mass',
            'register_attention', 'PackedLinears', 'one_operation', 'packed_forwards', 'position_limit', 'Engine',
            'bucket', 'CompiledStep', 'uniform', 'Sampling', 'draw', 'nucleus', 'Line', 'Decoding', 'eos_ids', 'push',
-           'leave', 'feed', 'pick', 'probabilities', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'ar', 'Job',
-           'ask', 'note', 'answer', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written', 'run', 'stream',
-           'samples', 'replay', 'replay_deviation']
+           'leave', 'feed', 'pick', 'probabilities', 'teller', 'stopped', 'Chunk', 'Request', 'strategy', 'check_given',
+           'room_of', 'ar', 'Job', 'ask', 'note', 'answer', 'prompt_ids', 'Driver', 'Result', 'make_result', 'written',
+           'run', 'stream', 'samples', 'replay', 'replay_deviation']
 
 # %% ../nbs/12_engine.ipynb #12engine-003
 import hashlib, inspect, math, threading, time, weakref
@@ -704,22 +704,17 @@ class Line:
 class Decoding(Handle):
     "What a strategy holds: its request's handle, prompt, sampling, and the threads it has opened."
     def __init__(self, engine: Engine, request, ids: list[int], listen: Callable | None = None):
-        room = -(-(len(ids) + request.reserve) // engine.pool.page_size)
-        super().__init__(engine.pool, min(room, len(engine.pool.pages)), engine.windows)
+        size, pool, new = engine.pool.page_size, engine.pool, max(request.reserve, request.sampling.max_new_tokens)
+        super().__init__(pool, min(room_of(request, len(ids), size), pool.pages.free - pool.promised), engine.windows)
+        self.pages.most = -(-(len(ids) + new) // size)
         self.engine, self.tokenizer, self.request, self.ids = engine, engine.tokenizer, request, ids
         self.sampling, self.listen = request.sampling, listen
-        self.most = -(-(len(ids) + max(request.reserve, request.sampling.max_new_tokens)) // engine.pool.page_size)
         self.lines: list[Line] = []
         self.total, self.counts = 0, {}              # sampled tokens; the strategy's own counters
         self.reads_prompt = False                    # are the queries under way the whole prompt, in order?
         self.plain: Callable | None = None           # tagged text -> text, and
         self.tagged: Callable | None = None          # () -> tagged text: where tags are not whole tokens
         self.eos = set() if self.sampling.ignore_eos else eos_ids(engine.model, engine.tokenizer)
-
-    @property
-    def promised(self) -> int:
-        "Pages that it may still take: no more than its room has left, nor than its tokens to come can fill."
-        return max(0, min(self.pages.room - self.pages.held, self.most - len(self.pages.pages)))
 
     def line(self, name: str, parents=(), position: int = 0, stop: Sequence[str] = (), **info) -> Line:
         "A new thread with a segment of its own; `info` as in `Thread`."
@@ -858,6 +853,7 @@ class Request:
     sampling: Sampling
     seed: int = 0
     reserve: int = 256                       # slots that must be free, besides the prompt's, before it is admitted
+    spare: int = 0                           # and pages besides these, for what its layout leaves unused
     raw: bool = False                        # True: no chat template
     cancelled: bool = False
     def cancel(self): self.cancelled = True
@@ -873,12 +869,23 @@ def strategy(fn):
         if 'stop' in sampling: sampling['stop'] = _tuple(sampling['stop'])
         unknown = set(options) - set(takes.parameters)
         if unknown: raise OptionError(f'{fn.__name__} has no option {sorted(unknown)[0]!r}', fix=f'use {", ".join(sorted(set(list(takes.parameters)[1:]) | shared))}')
+        check_given(fn, ['h', *options])
         s = Sampling(**sampling)
         if not isinstance(seed, (int, np.integer)): raise OptionError(f'seed={seed!r}', fix='use a whole number')
         if reserve is not None and not _whole(reserve, 0): raise OptionError(f'reserve={reserve!r}', fix='use a number of slots')
-        return Request(fn, prompt, options, s, seed, s.max_new_tokens if reserve is None else reserve, raw)
+        return Request(fn, prompt, options, s, seed, s.max_new_tokens if reserve is None else reserve, raw=raw)
     request.generator = fn
     return request
+
+def check_given(fn: Callable, options: Iterable[str] = ()):
+    "`OptionError` if a call of `fn` with these options would lack one."
+    asked = [p for p in inspect.signature(fn).parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in (p.name for p in asked if p.name not in options):
+        raise OptionError(f'{fn.__name__} needs {"an" if name[0] in "aeiou" else "a"} {name}', fix=f'{name}=N')
+
+def room_of(request: Request, prompt_size: int, page_size: int) -> int:
+    "Pages that a request must find before it is admitted."
+    return -(-(prompt_size + request.reserve) // page_size) + request.spare
 
 def _tuple(stop) -> tuple:
     "One text, several, or none, as a tuple."
@@ -1039,13 +1046,11 @@ class Driver:
             else: job.h.record.seconds.append(seconds)
 
     def admit(self):
-        "Start waiting requests, in order, while prompt and reserve of each fit beside what the others still hold in reserve."
-        size = self.engine.pool.page_size
+        "Start waiting requests, in order, while prompt and reserve of each fit beside what is promised to those at work."
+        pool = self.engine.pool
         while self.waiting:
             job = self.waiting[0]
-            need = -(-(len(job.ids) + job.request.reserve) // size)
-            promised = sum(j.h.promised for j in self.running if j.h)
-            fits = need <= self.engine.pool.pages.free - promised
+            fits = room_of(job.request, len(job.ids), pool.page_size) <= pool.pages.free - pool.promised
             if not job.done and (not fits and self.running or self._being_read(job)): return
             self.running.append(self.waiting.popleft())
             if not job.done: job.start()

@@ -54,10 +54,11 @@ class Pages:
         else: start = int(np.argmax(free))
         return start
 
-    def require(self, pages: int):
-        "Raise PoolFull unless so many pages are free."
-        if pages <= self.free: return
-        raise PoolFull('no free page', f'{pages} wanted, {self.free} of {len(self)} free',
+    def require(self, pages: int, promised: int = 0):
+        "Raise PoolFull unless so many pages are free besides those that are `promised` to others."
+        if pages <= self.free - promised: return
+        taken = f', {promised} of them promised to others' if promised else ''
+        raise PoolFull('no free page', f'{pages} wanted, {self.free} of {len(self)} free{taken}',
                        'wait for a request to end, or make the pool larger')
 
     def share(self, page: int): self.refs[page] += 1
@@ -80,9 +81,10 @@ def first_run(flags: np.ndarray, length: int) -> int | None:
 
 # %% ../nbs/11_pool.ipynb #11pool-011
 class PageTable:
-    "One request's view of the pool: logical slots 0, 1, 2 … and where each of them lies. `room`: pages it hopes to use."
+    """One request's view of the pool: logical slots 0, 1, 2 … and where each of them lies. `room`: pages it hopes to hold
+    at once; `most`: how many it may take in all for which it has been given a promise (none, until somebody sets it)."""
     def __init__(self, pool, key: int, room: int = 1):
-        self.pool, self.key, self.room = pool, key, room
+        self.pool, self.key, self.room, self.most = pool, key, room, 0
         self.pages: list[int] = []             # physical page of every logical page; -1 once dropped
         self.used, self.contiguous = 0, True
         self.freed: list[int] = []             # logical pages dropped, in the order in which they went
@@ -95,11 +97,15 @@ class PageTable:
     def dropped(self) -> int: return len(self.freed)
     @property
     def held(self) -> int: return len(self.pages) - len(self.freed)
+    @property
+    def promised(self) -> int:
+        "Pages that it is sure to get: no more than its room has left, nor than `most` in all."
+        return max(0, min(self.room - self.held, self.most - len(self.pages)))
 
     def take(self, n: int, segment=0) -> np.ndarray:
         "The next n logical slots, owned by `segment` (or one segment each). Raises PoolFull, with no slot taken, when full."
         missing = -(-(self.used + n - self.capacity) // self.pool.page_size)
-        if missing > 0: self.pool.pages.require(missing)
+        if missing > 0: self.pool.pages.require(missing, self.pool.promised - self.promised if missing > self.promised else 0)
         for _ in range(missing): self._grow()
         slots = np.arange(self.used, self.used + n)
         self.owner[slots], self.used = segment, self.used + n
@@ -146,6 +152,7 @@ class PageTable:
         dead = pages[(self.owner[:self.capacity].reshape(-1, size)[pages] < 0).all(1)].tolist()
         for p in dead:
             if self.pool.release(self.pages[p]): self.pool.pages.aside[self.pages[p]] = self.key
+            else: self.room -= 1                    # others read it: no page came back that could be promised again
             self.pages[p], self.index[p * size:(p + 1) * size] = -1, -1
         self.freed += dead
         if dead: self._look()
@@ -218,6 +225,9 @@ class Pool:
         self.tables[self._next], self._next = table, self._next + 1
         return table
 
+    @property
+    def promised(self) -> int: return sum(table.promised for table in self.tables.values())
+
     def release(self, page: int) -> bool:
         "Give back one reference; True when the page became free (and is no prefix any more)."
         freed = self.pages.release(page)
@@ -270,6 +280,7 @@ def check_pool(pool: Pool):
             _require(p < 0 or not dead or slots.stop > t.used, f'table {t.key}: page {n} is dead and still held')
     _require((counts == pool.pages.refs).all(), 'references and page tables disagree')
     _require(pool.pages.free + int((counts > 0).sum()) == len(pool.pages), 'free and used pages do not add up')
+    _require(pool.promised <= pool.pages.free, 'more pages are promised than free')
     _require(all(pool.pages.refs[p] > 0 for p in pool.prefixes.values()), 'a prefix points at a free page')
     _require({k: p for p, k in pool.names.items()} == pool.prefixes, 'prefixes and their names disagree')
     wishes = np.unique(pool.pages.aside)

@@ -6,13 +6,14 @@
 __all__ = ['REGISTERS', 'POLICIES', 'NEEDS', 'RegisterError', 'register_tokens', 'register_ids', 'encode_steps', 'register_text',
            'Registers', 'open_step', 'tip_layout', 'answer_labels', 'live_tokens', 'Step', 'last_uses', 'live_steps',
            'Allocation', 'allocate', 'free_registers', 'too_few', 'Stay', 'stays', 'draw_registers', 'cut_steps',
-           'verify_steps', 'with_registers', 'StepAnnotator', 'program_step', 'numbers_in', 'number_steps',
-           'program_steps', 'Program', 'own_steps', 'forgetting_tree', 'log_likelihoods', 'forgetting_costs',
-           'draw_forgetting', 'last_felt', 'LastUse', 'bare_layout', 'registers_cost', 'read_needs', 'GeminiSteps',
-           'annotate_steps', 'worked_solution', 'register_table', 'token_stays']
+           'verify_steps', 'with_registers', 'StepAnnotator', 'program_step', 'program_steps', 'whole_statements',
+           'numbers_in', 'number_steps', 'Program', 'own_steps', 'forgetting_tree', 'log_likelihoods',
+           'forgetting_costs', 'draw_forgetting', 'last_felt', 'LastUse', 'joint_costs', 'prolonged', 'bare_layout',
+           'registers_cost', 'read_needs', 'GeminiSteps', 'annotate_steps', 'worked_solution', 'register_table',
+           'token_stays']
 
 # %% ../nbs/20_registers.ipynb #20registers-003
-import re
+import ast, builtins, keyword, math, re, textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -27,11 +28,10 @@ from .models import chat_ids, literal_ids
 from .jobs import Drop, JobReport, each, run_job
 from .annotate import KEPT, GeminiClient, readable, response_of, unfenced, visible_layout
 
-# %% ../nbs/20_registers.ipynb #20registers-006
+# %% ../nbs/20_registers.ipynb #20registers-008
 class RegisterError(PastaError):
     "Registers that cannot be: a number out of range, a tokenizer that has none, more live steps than registers."
 
-# %% ../nbs/20_registers.ipynb #20registers-008
 REGISTERS = 16
 
 def register_tokens(n: int = REGISTERS) -> list[str]:
@@ -58,7 +58,6 @@ def encode_steps(tagged_text: str, tokenizer) -> list[int]:
         else: raise RegisterError(f'register {node.index} has no token', f'the tokenizer has {len(tokens)}', 'add it')
     return ids
 
-# %% ../nbs/20_registers.ipynb #20registers-012
 def register_text(ids: Sequence[int], tokenizer) -> str:
     "The tagged text of an answer's token ids, without special tokens; `encode_steps` reads it."
     registers, nodes, run = register_ids(tokenizer), [], []
@@ -237,12 +236,14 @@ def cut_steps(text: str, by: str = 'lines') -> list[str]:
     ends = dict(lines=r'\n+', paragraphs=r'\n[ \t]*\n\s*',
                 sentences=r'(?<=[.!?])["\')\]]*\s+(?=["\'(\[$\\]*[A-Z0-9])|\n+')
     if by not in ends: raise RegisterError(f'no steps by {by!r}', fix='use ' + ', '.join(ends))
-    steps = []
+    starts, at, worded = [], 0, False
     for piece in _between(text, ends[by]):
-        alone = steps and steps[-1].strip() and piece.strip() and not re.fullmatch(r'#### *\S+\s*', piece)
-        if alone or not steps: steps.append(piece)
-        else: steps[-1] += piece
-    return steps
+        alone = worded and piece.strip() and not re.fullmatch(r'#### *\S+\s*', piece)
+        if alone or not starts:
+            starts.append(at)
+            worded = False
+        at, worded = at + len(piece), worded or bool(piece.strip())
+    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)])]
 
 _SHORT = re.compile(r'(?:\b(?:Mr|Mrs|Ms|Dr|St|vs|e\.g|i\.e|No)|(?:^|\n)[ \t]*\d{1,3})\.$')
 
@@ -275,7 +276,9 @@ def with_registers(row: dict, texts: Sequence[str], made: Allocation, annotator:
 # %% ../nbs/20_registers.ipynb #20registers-047
 @dataclass(kw_only=True)
 class StepAnnotator:
-    "What annotators share. A subclass has a `name`, and `last_uses(row, texts)`, which may raise `Drop`."
+    """What annotators share. A subclass has a `name`, and `last_uses(row, texts)`, which may raise `Drop`.
+
+    A row that can't be used raises `Drop`, and an option that makes no sense `RegisterError`."""
     registers: int = REGISTERS
     policy: str = POLICIES[0]
     spill: str = 'error'
@@ -283,42 +286,235 @@ class StepAnnotator:
     by: str = 'lines'                                    # what a step is: see `cut_steps`
     name = 'steps'
 
+    def __post_init__(self):
+        _whole(1, registers=self.registers)
+        _whole(0, wait=self.wait)
+        allocate([], self.registers, self.policy, self.spill)         # these three lines raise for unknown options
+        cut_steps('', self.by)
+
     def __call__(self, row: dict) -> dict:
-        texts = self.cut(row)
-        last = [min(i + self.wait, len(texts) - 1) for i in self.last_uses(row, texts)]
-        try: made = allocate(last, self.registers, self.policy, self.spill)
+        texts = self.cut(readable(row))
+        return with_registers(row, texts, self.allocation(self.last_uses(row, texts)), self.name)
+
+    def allocation(self, last: Sequence[int]) -> Allocation:
+        "Registers for steps with these last uses. `Drop` if there are too few."
+        last = [min(i + self.wait, len(last) - 1) for i in last]
+        try: return allocate(last, self.registers, self.policy, self.spill)
         except RegisterError as e:
             if 'finds no free register' not in e.what: raise
             raise Drop('too few registers', str(e)) from e
-        return with_registers(row, texts, made, self.name)
 
     def cut(self, row: dict) -> list[str]: return cut_steps(response_of(row), self.by)
 
-# %% ../nbs/20_registers.ipynb #20registers-049
-_NAME = r'(?<![\w.])[^\W\d]\w*'
-_ASSIGN = re.compile(r'(?P<target>[^=!<>+*/%|&^@:-][^=!<>]*?)\s*(?P<op>[-+*/%|&^@]{0,2})=(?!=)(?P<value>.*)', re.S)
+def _whole(least: int, **options):
+    for name, value in options.items():
+        if type(value) is not int or value < least:
+            raise RegisterError(f'{name}={value!r}', fix=f'use a whole number of at least {least}')
 
+# %% ../nbs/20_registers.ipynb #20registers-049
+_FRESH = frozenset('len int float str bool repr ord chr range format bin hex oct any all isinstance callable'.split())
+_READS = _FRESH - {'any', 'all'} | {'abs', 'round', 'divmod', 'pow', 'print', 'type'}   # change nothing that they get
+_SAME = frozenset('abs round divmod pow max min sum'.split())         # of numbers give numbers
+_EAGER = frozenset('sum max min any all sorted list tuple set dict frozenset'.split())  # read what they get at once
+_HIDDEN = frozenset('eval exec compile globals locals vars'.split())
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Delete, ast.Import, ast.ImportFrom, ast.Assert,
+               ast.Pass)
+_VALUES = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript,
+           ast.Slice, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)
+_FORMULA = re.compile(r'([^\W\d]\w*)\s*=([^=;:\'"`\\\[\]{}#\n]*)')
+
+class _ProgramReader:
+    "Reads the steps of a program in order, and knows of its names which are plain values, and which may share a value."
+    def __init__(self): self.bound, self.plain, self.maths, self.group = set(), set(), {'math'}, {}
+
+    def read(self, text: str) -> Step:
+        self.defines, self.extends, self.uses = {}, set(), {}
+        try: body = ast.parse(textwrap.dedent(text).strip()).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError): self.formula(text.strip())
+        else:
+            for statement in body: self.statement(statement)
+        return Step(text, tuple(self.defines), tuple(sorted(self.extends - set(self.defines))), tuple(self.uses))
+
+    def formula(self, text):
+        "What isn't Python, but reads `name = …`: names are runs of letters and digits."
+        found = _FORMULA.fullmatch(text)
+        names = re.findall(r'[^\W\d]\w*', found[2]) if found else []
+        if not found or set(keyword.kwlist) & {found[1], *names}: raise Drop('not straight-line', text[:60])
+        self.uses |= dict.fromkeys(names)
+        self.change(self.shared(names))
+        self.bind([found[1]], self.shared(names), False)
+
+    def statement(self, node):
+        _covered(node, self.bound)
+        walrus = [(n.target.id, n.value) for n in ast.walk(node) if isinstance(n, ast.NamedExpr)]
+        self.bound |= {name for name, _ in walrus}
+        self.plain -= {name for name, _ in walrus}
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+        self.uses |= dict.fromkeys(n.id for n in names if not isinstance(n.ctx, ast.Store))
+        for name, value in walrus: self.change({name, *self.names(value)})       # it may happen or not: both stay
+        self.change(set().union(*[self.changed(n) for n in ast.walk(node)]))
+        if isinstance(node, (ast.Import, ast.ImportFrom)): self.imports(node)
+        if isinstance(node, ast.AugAssign): self.in_place(node.target, node.value)
+        if isinstance(node, ast.Assign): self.assign(node.targets, node.value)
+        if isinstance(node, ast.AnnAssign) and node.value: self.assign([node.target], node.value)
+
+    def names(self, *nodes) -> set[str]:
+        every = [n for node in nodes for n in ast.walk(node)]
+        functions = {n.func for n in every if isinstance(n, ast.Call)}             # they change nothing but what they get
+        found = {n for n in every if isinstance(n, ast.Name)}
+        return self.shared(n.id for n in found if n not in functions or n.id in self.bound)
+
+    def shared(self, names) -> set[str]:
+        "Those whose value something could change: not a number or a text, not a function of Python."
+        return {n for n in names if n not in self.plain and (n in self.bound or n not in vars(builtins))}
+
+    def changed(self, node) -> set[str]:
+        "The names whose values this node alone may change or use up."
+        if isinstance(node, ast.Call): return self.called(node)
+        stored = not isinstance(getattr(node, 'ctx', ast.Load()), ast.Load)
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and stored: return self.names(node.value)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del): return {node.id}
+        if isinstance(node, ast.Starred) and not stored: return self.names(node.value)
+        if isinstance(node, ast.comprehension): return self.names(node.iter)
+        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
+            return self.names(*node.comparators)
+        return set()
+
+    def called(self, node) -> set[str]:
+        given = [*node.args, *(k.value for k in node.keywords)]
+        if self.is_call(node, _READS) and all(k.arg != 'file' for k in node.keywords): return set()
+        if self.is_math(node.func): return self.names(*given)
+        own = node.func if not isinstance(node.func, ast.Name) or node.func.id in self.bound else None
+        return self.names(*given, *([own] if own else []))
+
+    def is_call(self, node, of) -> bool:
+        return isinstance(node.func, ast.Name) and node.func.id in of and node.func.id not in self.bound
+
+    def is_math(self, node) -> bool:
+        name = node.value if isinstance(node, ast.Attribute) else node
+        return isinstance(name, ast.Name) and name.id in self.maths
+
+    def is_plain(self, node) -> bool:
+        "Is this surely a number, a text, or a tuple of such?"
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, ast.JoinedStr) or isinstance(node, ast.Call) and self.is_call(node, _FRESH): continue
+            if isinstance(node, (ast.Call, ast.Attribute)) and self.is_math(getattr(node, 'func', node)): continue
+            if isinstance(node, ast.Call) and self.is_call(node, _SAME):
+                todo += [*node.args, *(k.value for k in node.keywords)]
+            elif isinstance(node, ast.Name):
+                if node.id not in self.plain: return False
+            elif isinstance(node, _VALUES): todo += ast.iter_child_nodes(node)
+            else: return False
+        return True
+
+    def change(self, names):
+        "These may change, and may get hold of each other: so all change that share a value with one of them."
+        for name in self.join(names): self.extends.add(name)
+
+    def join(self, names) -> set[str]:
+        merged = set().union(*[self.group.get(name, {name}) for name in names])
+        self.group |= dict.fromkeys(merged, merged)
+        return merged
+
+    def bind(self, names, sources, plain):
+        for name in set(names) - set(sources): self.group.pop(name, set()).discard(name)
+        self.defines |= dict.fromkeys(names)
+        self.bound |= set(names)
+        self.maths -= set(names)
+        self.plain = self.plain | set(names) if plain else self.plain - set(names)
+        if not plain: self.join({*names, *sources})
+
+    def assign(self, targets, value):
+        every, sources = [n for t in targets for n in ast.walk(t)], self.names(value)
+        every = [n for n in every if isinstance(getattr(n, 'ctx', None), ast.Store)]
+        parts = [n.value for n in every if isinstance(n, (ast.Attribute, ast.Subscript))]
+        unpacked = [n for n in every if isinstance(n, (ast.Tuple, ast.List))]
+        if parts: self.change(sources | self.names(*parts))
+        paired = isinstance(value, (ast.Tuple, ast.List)) and all(n in targets for n in unpacked)
+        if unpacked and not paired: self.change(sources)                         # unpacking may use a value up
+        lists = any(isinstance(n, ast.Starred) for n in every)
+        names = [n.id for n in every if isinstance(n, ast.Name)]
+        self.bind(names, sources, self.is_plain(value) and not lists)
+
+    def in_place(self, target, value):
+        plain = isinstance(target, ast.Name) and target.id in self.plain and self.is_plain(value)
+        if not plain: self.change(self.names(target, value))
+        if not isinstance(target, ast.Name): return
+        self.uses |= {target.id: None}
+        self.bind([target.id], self.names(target, value), plain)
+
+    def imports(self, node):
+        for alias in node.names:
+            root = (getattr(node, 'module', None) or alias.name).split('.')[0]
+            name = alias.asname or alias.name.split('.')[0]
+            if name == '*': raise Drop('not straight-line', 'import *')
+            self.bound.add(name)
+            self.plain.discard(name)
+            if root == 'math': self.maths.add(name)
+            else: self.maths.discard(name)
+            self.change({name} if root == 'math' else {name, root})              # what is imported twice is one thing
+
+def _covered(node, bound: set[str]):
+    "`Drop` for what this reader doesn't follow: other statements, and code that runs later than it stands."
+    if not isinstance(node, _STATEMENTS): raise Drop('not straight-line', f'a statement {type(node).__name__}')
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _eager(n.func, bound)]
+    at_once = {given for n in calls for given in n.args if isinstance(given, ast.GeneratorExp)}
+    at_once |= {k.value for n in calls for k in n.keywords if k.arg == 'key'}
+    for n in ast.walk(node):
+        later = isinstance(n, (ast.Lambda, ast.GeneratorExp)) and n not in at_once
+        if later or isinstance(n, (ast.Await, ast.Yield, ast.YieldFrom)):
+            raise Drop('not straight-line', f'a {type(n).__name__}')
+        if isinstance(n, ast.Name) and n.id in _HIDDEN - bound: raise Drop('not straight-line', n.id)
+
+def _eager(function, bound: set[str]) -> bool:
+    if isinstance(function, ast.Attribute): return function.attr in ('sort', 'join')
+    return isinstance(function, ast.Name) and function.id in _EAGER - bound
+
+# %% ../nbs/20_registers.ipynb #20registers-049b
 def program_step(text: str) -> Step:
-    "A line of a program: what it defines, changes and uses. Texts in quotes and comments are no names."
-    code = re.sub(r'"[^"\n]*"|\'[^\'\n]*\'|#[^\n]*', ' ', text).strip()
-    found, every = _ASSIGN.fullmatch(code), tuple(dict.fromkeys(re.findall(_NAME, code)))
-    changed = tuple(re.findall(rf'^({_NAME})(?=\.[a-z_]+\()', code))
-    if not found: return Step(text, extends=changed, uses=every)
-    targets = [t.strip(' ()') for t in found['target'].split(',')]
-    new = tuple(t for t in targets if re.fullmatch(_NAME, t))
-    part = tuple(name for t in targets if t not in new for name in re.findall(_NAME, t)[:1])
-    indices = tuple(name for t in targets if t not in new for name in re.findall(_NAME, t)[1:])
-    return Step(text, new, part, indices + tuple(re.findall(_NAME, found['value'])) + (new if found['op'] else ()))
+    "A step of a program on its own: what it defines, may change and uses. `Drop`: see `program_steps`."
+    return _ProgramReader().read(text)
+
+def program_steps(prompt: str, texts: Sequence[str]) -> list[Step]:
+    """The steps of a straight-line Python program, which may also say `x = 2a + b`.
+
+    Safe, not minimal: a name may be kept too long. A value changes by a store into it, a method, any function that gets
+    it or runs through it (but `print`, `len` …), and by any name that may share it; numbers and texts don't change.
+    `Drop('not straight-line')` for control flow, `def`, code that runs later (`lambda`), `exec`, and what isn't Python.
+    Not seen: what a function changes without being given it (files, globals), and names that the prompt made share."""
+    reader = _ProgramReader()
+    return [reader.read(text) for text in texts]
+
+def whole_statements(texts: Sequence[str]) -> list[str]:
+    "The lines of a program, with those joined that one statement spans; as they are if they are no program."
+    try: body = ast.parse(''.join(texts)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError): return list(texts)
+    inside = {line for node in body for line in range(node.lineno + 1, node.end_lineno + 1)}
+    joined, line = [], 1
+    for text in texts:
+        if line in inside: joined[-1] += text
+        else: joined.append(text)
+        line += text.count('\n')
+    return joined
 
 # %% ../nbs/20_registers.ipynb #20registers-052
-_NUMBER = re.compile(r'(?<![\w.])(\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(\.\d+)?|(?<![\w.])(\.\d+)')
+_NUMBER = re.compile(r'(?<![\w.])(?:(\d+(?:,\d+)*)(\.\d+)?|\.\d+)')
 
 def numbers_in(text: str) -> dict[str, bool]:
-    "The numbers of a text, 1,200.50 as 2401/2, and whether an equals sign stands before them."
-    text = re.sub(r'<<[^>]*>>', '', text)
-    is_result = lambda m: text[:m.start()].rstrip(' $€£*\\').endswith('=')
-    found = [(str(Fraction(m[0].replace(',', ''))), is_result(m)) for m in _NUMBER.finditer(text)]
-    return {number: (number, True) in found for number, _ in found}
+    """The numbers of a text, 1,200.50 as 2401/2, and whether an equals sign stands before them.
+
+    `Drop` for one of more than 1,000 characters."""
+    found, end, text = {}, 0, re.sub(r'<<[^<>]*>>', '', text)
+    for m in _NUMBER.finditer(text):
+        result, end = text[end:m.start()].rstrip(' $€£*\\').endswith('='), m.end()
+        thousands = re.fullmatch(r'\d{1,3}(,\d{3})+', m[1] or '')
+        for part in [m[0].replace(',', '')] if thousands else m[0].split(','):
+            if len(part) > 1000: raise Drop('number too long', f'{len(part)} characters')
+            number = str(Fraction(part))
+            found[number], result = found.get(number, False) or result, False
+    return found
 
 def number_steps(prompt: str, texts: Sequence[str]) -> list[Step]:
     "Steps that define the numbers they compute (after '=') or say first, and use the numbers of earlier steps."
@@ -330,25 +526,36 @@ def number_steps(prompt: str, texts: Sequence[str]) -> list[Step]:
         seen |= set(found)
     return steps
 
-def program_steps(prompt: str, texts: Sequence[str]) -> list[Step]: return [program_step(text) for text in texts]
-
 @dataclass
 class Program(StepAnnotator):
-    """Exact for straight-line programs. `reads`: `program_steps` or `number_steps`. A row may bring its steps: dicts
-    in `steps` with a `text` and what it `defines`, `extends` and `uses`."""
+    """Last uses by names. `reads`: `program_steps`, safe for what its docstring covers, or `number_steps`, a guess. A
+    row may bring its steps: dicts in `steps` with a `text`, and lists of what it `defines`, `extends` and `uses`."""
     reads: Callable[[str, Sequence[str]], list[Step]] = program_steps
     name = 'program'
 
     def cut(self, row: dict) -> list[str]:
-        return [step.text for step in own_steps(row)] if 'steps' in row else super().cut(row)
+        if 'steps' in row: return [step.text for step in own_steps(row)]
+        texts = super().cut(row)
+        return whole_statements(texts) if self.reads is program_steps and self.by == 'lines' else texts
 
     def last_uses(self, row: dict, texts: Sequence[str]) -> list[int]:
         return last_uses(own_steps(row) if 'steps' in row else self.reads(row.get('prompt') or '', texts))
 
 def own_steps(row: dict) -> list[Step]:
     "The steps that a row brings. `Drop` if they are none."
-    try: return [Step(**step) for step in row['steps']]
-    except TypeError as e: raise Drop('not a list of steps', str(e)) from e
+    steps = row['steps']
+    if not isinstance(steps, (list, tuple)): raise Drop('not a list of steps', f'it is of type {type(steps).__name__}')
+    return [_own_step(step) for step in steps]
+
+def _own_step(step) -> Step:
+    known = isinstance(step, dict) and step.keys() <= set(Step.__dataclass_fields__)
+    if not known or not isinstance(step.get('text'), str):
+        raise Drop('not a list of steps', repr(step)[:80])
+    names = {field: value for field, value in step.items() if field != 'text'}
+    for field, value in names.items():
+        if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+            raise Drop('not a list of names', f'{field}: {value!r}'[:80])
+    return Step(step['text'], **{field: tuple(value) for field, value in names.items()})
 
 # %% ../nbs/20_registers.ipynb #20registers-057
 def forgetting_tree(prompt_ids: Sequence[int], steps: Sequence[Sequence[int]]) -> tuple[Layout, np.ndarray, np.ndarray]:
@@ -413,16 +620,53 @@ def last_felt(costs: np.ndarray, threshold: float) -> list[int]:
 # %% ../nbs/20_registers.ipynb #20registers-064
 @dataclass
 class LastUse(StepAnnotator):
-    "Last uses by what `model` misses: more than `threshold` nats in a step. `most`: tokens of the tree."
+    """Last uses by what `model` misses: more than `threshold` nats in a step, one step hidden at a time.
+
+    Then all that is forgotten is hidden at once. While a step loses more than `bound` nats, a step that it can't see
+    lives longer; `Drop('forgets too much')` after `repairs` of these. `most`: tokens of the tree."""
     model: object
     tokenizer: object
     threshold: float = 2.
     most: int = 4096
+    bound: float = 4.
+    repairs: int = 8
     name = 'last use'
 
+    def __post_init__(self):
+        super().__post_init__()
+        _whole(1, most=self.most)
+        _whole(0, repairs=self.repairs)
+        for name in ('threshold', 'bound'): _nats(name, getattr(self, name))
+
     def last_uses(self, row: dict, texts: Sequence[str]) -> list[int]:
-        costs = forgetting_costs(self.model, self.tokenizer, row.get('prompt'), texts, self.most)
-        return last_felt(costs, self.threshold)
+        prompt = row.get('prompt')
+        last = last_felt(forgetting_costs(self.model, self.tokenizer, prompt, texts, self.most), self.threshold)
+        for tried in range(self.repairs + 1):
+            made = self.allocation(last)
+            costs = joint_costs(self.model, self.tokenizer, prompt, texts, made)
+            if costs.max(initial=0) <= self.bound: return last
+            last = prolonged(last, texts, made, int(costs.argmax())) if tried < self.repairs else None
+            if last is None: raise Drop('forgets too much', f'step {costs.argmax()} loses {costs.max():.1f} nats')
+
+def _nats(name: str, value):
+    if not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        raise RegisterError(f'{name}={value!r}', fix='use a number of nats, 0 or more')
+
+def joint_costs(model, tokenizer, prompt, texts: Sequence[str], made: Allocation) -> np.ndarray:
+    "The nats that each step loses under the table that these registers make, (n,); without register tokens."
+    nodes = [node for text, r in zip(texts, made.registers) for node in (Register(r), Text(text))]
+    table = bare_layout(chat_ids(tokenizer, prompt or ' '), render(Document(nodes, lang='tip')), tokenizer)
+    lost = log_likelihoods(model, visible_layout(table)) - log_likelihoods(model, table)
+    return np.bincount(table.segment[1:], lost[:-1], len(texts) + 1)[1:]        # a label is the token that comes next
+
+def prolonged(last: Sequence[int], texts: Sequence[str], made: Allocation, step: int) -> list[int] | None:
+    """Last uses with one more step kept for `step`, of those it can't see: the latest that has a number of it, or else
+    the latest. None if there is nothing to keep."""
+    hidden = [s.step for s in stays(made) if s.end <= step and last[s.step] < step]
+    mine = set(numbers_in(texts[step]))
+    if not hidden: return None
+    kept = max(hidden, key=lambda j: (bool(mine & set(numbers_in(texts[j]))), j))
+    return [step if j == kept else i for j, i in enumerate(last)]
 
 def bare_layout(prompt_ids: Sequence[int], tagged_text: str, tokenizer) -> Layout:
     "As `tip_layout` of a tagged text, but without the register tokens: for a model that has none."
@@ -460,13 +704,22 @@ spaces, or nothing. For example:
 4: 2 3
 No other words.'''
 
+_NEED = re.compile(r'(?:step\s+)?([0-9]{1,6})[\s*]*(?::|[.)](?!\S))(.*)', re.I)
+_FILLERS = '', 'none', 'nothing', 'step', 'steps', 'and'
+
 def read_needs(said: str, n: int) -> list[Step]:
-    "Steps that use each other as a reply says. `Drop` unless it has a line for each of n, naming earlier ones only."
-    lines = [line for line in said.strip().splitlines() if line.strip()]
-    found = [re.fullmatch(r'\s*(\d+)\s*:((?:[\s,]*\d+)*)\s*', line) for line in lines]
+    """Steps that use each other as a reply says: `3: 1 2`, `3. steps 1 and 2.`, `**3:** none`.
+
+    `Drop` unless it has a line for each of n, naming earlier ones only."""
+    lines = [line.strip(' \t*#-_`') for line in said.splitlines()]
+    found = [_NEED.fullmatch(line) for line in lines if line]
     if not all(found) or [int(m[1]) for m in found] != list(range(1, n + 1)):
         raise Drop('not one line per step', said[:60])
-    needs = [[int(k) for k in re.findall(r'\d+', m[2])] for m in found]
+    words = [re.split(r'[\s,;&*]+', m[2].lower().strip(' \t.()*-–—')) for m in found]
+    words = [[word for word in some if word not in _FILLERS] for some in words]
+    if not all(re.fullmatch('[0-9]{1,6}', w) for some in words for w in some):
+        raise Drop('not one line per step', said[:60])
+    needs = [[int(w) for w in some] for some in words]
     wrong = next(((i, k) for i, some in enumerate(needs, 1) for k in some if not 1 <= k < i), None)
     if wrong: raise Drop('needs a step that is not before it', f'step {wrong[0]} needs {wrong[1]}')
     return [Step('', (str(i),), uses=tuple(map(str, some))) for i, some in enumerate(needs, 1)]
@@ -508,19 +761,20 @@ def register_table(trace: str | Layout) -> str:
     return _columns([('step', 'register', 'taken by', 'text'), *rows])
 
 def _layout_table(layout: Layout) -> str:
-    rows = [(str(s.step), f'reg_{s.register}', f'{s.start}-{s.needed - 1}', str(s.end) if s.taken else '-')
-            for s in token_stays(layout)]
+    tokens = lambda s: f'{s.start}-{s.needed - 1}' if s.needed > s.start else '-'
+    rows = [(str(s.step), f'reg_{s.register}', tokens(s), str(s.end) if s.taken else '-') for s in token_stays(layout)]
     return _columns([('step', 'register', 'tokens', 'forgotten at'), *rows])
 
 def token_stays(layout: Layout) -> list[Stay]:
-    "The stays of a `tip_layout`'s steps, in tokens: `needed` is the step's own end; at token `end` it is gone."
+    """The stays of a `tip_layout`'s steps, in tokens: `needed` is the step's own end; at token `end` it is gone. A step
+    that has no token yet starts where its first one would stand."""
     found, names = [], layout.table.names
     steps = [(s, int(m[1])) for s, name in enumerate(names) if (m := re.fullmatch(r'step \d+: reg_(\d+)', name))]
+    begin = lambda s: int(np.flatnonzero(layout.segment >= s).min(initial=len(layout)))
     for s, register in steps:
-        at = np.flatnonzero(layout.segment == s)
         gone = next((q for q, _ in steps if q > s and not layout.table.reads[q, s]), None)
-        end = len(layout) if gone is None else int((layout.segment == gone).argmax())
-        found.append(Stay(s, register, int(at[0]), int(at[-1]) + 1, end, gone is not None))
+        end = len(layout) if gone is None else begin(gone)
+        found.append(Stay(s, register, begin(s), begin(s + 1), end, gone is not None))
     return found
 
 def _columns(rows: list[tuple[str, ...]]) -> str:

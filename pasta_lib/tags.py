@@ -319,7 +319,7 @@ STOP = re.compile('["<>\n]')
 VALUE_END = re.compile(r'[^=\s]"/?>\Z')
 LONG = {'promise': re.compile(r'[ \t]{0,8}(?:\Z|[/>])|[ \t]{1,8}\w{0,12}[ \t]{0,8}(?:\Z|=)'),
         'topic': re.compile(r'[ /]{0,4}(?:\Z|>)')}
-TAILS = {'reg_': re.compile(r'[^<>\n]{0,16}')}
+TAILS = {'reg_': re.compile(r'[0-9]{17,2040}[ \t]{0,8}|[^<>\n]{0,16}')}
 
 class LongTags:
     "Finds the end of a promise or a topic. Methods return (kind, end), or None while it can't be known."

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'FILES', 'READERS', 'TOPICS', 'TEMPLATES', 'MANNERS', 'KINDS', 'COUNTS', 'MOST_MADE', 'OPEN', 'STRATEGIES',
-           'TOLD', 'TaskError', 'final_number', 'load_prompts', 'made_prompts', 'open_prompt', 'flow', 'sample_answers',
-           'row_seed', 'messages', 'answer_row', 'failure', 'loop_share', 'usable_answer', 'usable', 'without_loops',
-           'user_turn', 'Seen', 'usable_prompt', 'self_prompts', 'in_order', 'draw_prompts']
+           'TOLD', 'TaskError', 'final_number', 'number_text', 'load_prompts', 'made_prompts', 'open_prompt', 'flow',
+           'sample_answers', 'row_seed', 'messages', 'answer_row', 'failure', 'loop_share', 'usable_answer', 'usable',
+           'without_loops', 'user_turn', 'Seen', 'usable_prompt', 'self_prompts', 'in_order', 'draw_prompts']
 
 # %% ../nbs/41_tasks.ipynb #41tasks-003
 import hashlib, itertools, random, re, string, warnings
@@ -31,20 +31,31 @@ _NUMBER = r'(?P<sign>(?<![\w)\]])[-\u2212])?[$€£]?' + _DIGITS + r'(?:\s?/\s?(
 def final_number(text: str) -> int | float | None:
     """A worked solution's answer: in its last \\boxed{}, after '####' or 'the answer is', else its last number.
 
-    1,234 and $1,234.50 and -5 and 3/4 and \\frac{3}{4} are numbers; units may follow. None: no number."""
-    text = re.sub(r'\\d?frac\{(\d+)\}\{(\d+)\}', r'\1/\2', text)
-    text = re.sub(r'\\[!,;]|\\(?=[$%])', '', text.replace('{,}', ','))
-    found = _last_number(_boxed(text))
-    if found is not None: return found
-    for before in (r'####[\s*]*', r'(?i:answer)(?:\s+(?:is|of)\b|\s*[:=])[^\d\n]{0,30}?'):
-        marked = list(re.finditer(before + _NUMBER, text))
-        if marked: return _value(marked[-1])
-    return _last_number(text)
+    1,234 and $1,234.50 and -5 and 3/4 and \\frac{3}{4} are numbers; units may follow. None: no number, or a last box that
+    isn't closed."""
+    found = _final(text)
+    return found and _value(found)
+
+def number_text(text: str) -> str | None:
+    """The same number as it is written, with its sign and per cent but without its unit: '-1,234.50', '3/4', '50%'. None
+    too where the number is only the end of a formula or a time: '2x+1', '12:30'."""
+    if not (found := _final(text)) or _value(found) is None: return None
+    if re.search(r'[\w)](?:[+*^]| [+*^] )$|\d:$', found.string[:found.start()]): return None
+    percent = '%' if re.match(r'\s?%', found.string[found.end():]) else ''
+    return found[0].translate(str.maketrans('\u2212', '-', '$€£')) + percent
 
 # %% ../nbs/41_tasks.ipynb #41tasks-008
-def _last_number(text: str) -> int | float | None:
-    found = list(re.finditer(_NUMBER, text))
-    return _value(found[-1]) if found else None
+def _final(text: str) -> re.Match | None:
+    "The number that `final_number` reads."
+    text = re.sub(r'\\d?frac\{(\d+)\}\{(\d+)\}', r'\1/\2', text)
+    text = re.sub(r'\\[!,;]|\\(?=[$%])', '', text.replace('{,}', ','))
+    if (box := _boxed(text)) is None: return None
+    for before, where in ((r'', box), (r'####[\s*]*', text), (r'(?i:answer)(?:\s+(?:is|of)\b|\s*[:=])[^\d\n]{0,30}?', text), (r'', text)):
+        if marked := list(re.finditer(f'(?:{before})(?P<number>{_NUMBER})', where)): return _inner(marked[-1])
+
+def _inner(found: re.Match) -> re.Match:
+    "The match of the number alone."
+    return re.compile(_NUMBER).match(found.string, found.start('number'))
 
 def _value(found) -> int | float | None:
     "The number that a match of `_NUMBER` spells; None for more than 300 digits, which a float can't hold."
@@ -54,15 +65,15 @@ def _value(found) -> int | float | None:
     value = -value if found['sign'] else value
     return int(value) if value.denominator == 1 else float(value)
 
-def _boxed(text: str) -> str:
-    "What the last \\boxed{…} holds; braces may nest."
+def _boxed(text: str) -> str | None:
+    "What the last \\boxed{…} holds; braces may nest. '' where there is none; None if it isn't closed."
     at = text.rfind('\\boxed{')
     if at < 0: return ''
     start, depth = at + 7, 1
     for end in range(start, len(text)):
         depth += (text[end] == '{') - (text[end] == '}')
         if not depth: return text[start:end]
-    return text[start:]
+    return None
 
 # %% ../nbs/41_tasks.ipynb #41tasks-012
 _RAW = 'https://raw.githubusercontent.com/'

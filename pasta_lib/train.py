@@ -8,10 +8,10 @@ __all__ = ['KINDS', 'INPUTS', 'ALLOWED', 'TRAINED', 'GRADERS', 'MEASURED', 'RECI
            'labelled_logits', 'runtime_loss', 'TrainConfig', 'settings_help', 'read_config', 'prepare', 'add_adapters',
            'in_float32', 'adapted_linear', 'some_rows', 'grouped_attention', 'quicken', 'Course', 'training_arguments',
            'PastaTrainer', 'Pair', 'pairs_of', 'PairCollator', 'answer_logps', 'BonTrainer', 'reference_logps',
-           'Question', 'questions_of', 'exact', 'grader', 'answer_tables', 'entropies', 'TipRollouts', 'grpo_trainer',
-           'Journal', 'read_log', 'last_checkpoint', 'Interrupt', 'Recipe', 'train', 'begin', 'read_rows',
-           'add_references', 'finish', 'save_trained', 'plot_losses', 'plot_answers', 'main', 'measure',
-           'bench_training']
+           'Question', 'questions_of', 'exact', 'wanted_answer', 'grader', 'check_grader', 'answer_tables', 'entropies',
+           'TipRollouts', 'grpo_trainer', 'Journal', 'read_log', 'last_checkpoint', 'Interrupt', 'Recipe', 'train',
+           'begin', 'read_rows', 'add_references', 'finish', 'save_trained', 'plot_losses', 'plot_answers', 'main',
+           'measure', 'bench_training']
 
 # %% ../nbs/45_train.ipynb #45train-003
 import argparse, copy, difflib, importlib, inspect, json, logging, math, os, re, signal, sys, threading, time, warnings, zipfile
@@ -34,11 +34,12 @@ from .core import PastaError
 from .jobs import Drop, each, read_jsonl, run_job, write_jsonl
 from .losses import LOSS_TYPES, bonbon_loss, owners, sequence_logps, sft_loss, tip_reward, token_logps
 from .masks import hf_mask, show_mask
+from .metrics import answer_value, clean_answer, given_answer, same_answer
 from .models import add_tokens, chat_ids, control_ids, literal_ids, load, read_settings, require, save, save_adapter, settings_of, support, tiny_model, using_attention
 from .registers import REGISTERS, RegisterError, encode_steps, register_ids, register_tokens, tip_layout
 from .segments import IGNORE, Layout, LayoutBuilder, pack, pasta_layout, thread_labels
 from .tags import GrammarError, TagVocab, encode, encode_literal, parse, pieces, plain
-from .tasks import final_number
+from .tasks import number_text
 
 # %% ../nbs/45_train.ipynb #45train-005
 class TrainError(PastaError):
@@ -165,6 +166,7 @@ def _tip(row, tok, vocab, prompt, evict=True, **positions) -> list[Layout]:
     if not text: return []
     try: ids = encode_steps(text, tok)
     except RegisterError as e: raise Drop('a register without a token', e.what) from e
+    if not registers.keys() & set(ids): raise Drop('no register')
     return [tip_layout(_prompt(row, tok, prompt), ids, registers if evict else {}, tok.eos_token_id)]
 
 def _dense(row, tok, vocab, prompt, **positions) -> list[Layout]:
@@ -570,8 +572,9 @@ def training_arguments(config: TrainConfig, out, steps: int, make: type | None =
     processes = int(os.environ.get('WORLD_SIZE', 1))
     rounds, rest = divmod(config.batch * samples, config.micro_batch * processes)
     if rest or not rounds:
-        raise TrainError(f'a batch of {config.batch * samples} cannot be shared out', f'{processes} processes × {config.micro_batch}',
-                         'make batch a multiple of micro_batch × processes')
+        of, size = (f'{config.batch} × {samples} answers', 'batch × samples') if samples > 1 else (config.batch, 'batch')
+        raise TrainError(f'a batch of {of} cannot be shared out', f'{processes} processes × {config.micro_batch}',
+                         f'make {size} a multiple of micro_batch × processes')
     cpu = config.device == 'cpu' or not torch.cuda.is_available() or os.environ.get('ACCELERATE_USE_CPU') == 'true'
     return (make or TrainingArguments)(**dict(
         output_dir=str(out), per_device_train_batch_size=config.micro_batch, gradient_accumulation_steps=rounds,
@@ -764,13 +767,30 @@ def questions_of(rows: Iterable[dict], tok, max_length: int = 2048, prompt: str 
 
 # %% ../nbs/45_train.ipynb #45train-102
 def exact(row: dict, text: str) -> float:
-    "1 if the text ends in the row's `answer` (or `reference`): the same number, as `final_number` reads it, or the same words."
+    """1 if the text gives the row's answer (see `wanted_answer`), else 0. What it gives: its last box or ####, read and compared
+    as in chapter 44; without these its last number, where a number is wanted, else its last words, which must be the same."""
+    wanted = wanted_answer(row)
+    marked, number = '\\boxed' in text or '####' in text, answer_value(clean_answer(wanted)) is not None
+    if not marked and not number: return float(_ends_in(text, wanted))
+    given = given_answer(text) if marked else number_text(text)
+    choices = [re.match(r'\(?([A-Za-z])\)', clean_answer(side or '')) for side in (given, wanted)]
+    if all(choices) and choices[0][1].lower() != choices[1][1].lower(): return 0.
+    return float(given is not None and same_answer(given, wanted))
+
+def wanted_answer(row: dict) -> str:
+    "A row's `answer`, else what its `reference` gives: its box or ####, or all of it. `TrainError` if there is none."
     wanted = next((row[name] for name in ('answer', 'reference') if row.get(name) is not None), None)
     if wanted is None: raise TrainError('a row without answer or reference', _place(row))
-    if (number := final_number(str(wanted))) is not None:
-        return float((found := final_number(text)) is not None and math.isclose(found, number, rel_tol=1e-9))
-    words = str(wanted).split()
-    return float(bool(words) and text.split()[-len(words):] == words)
+    if not isinstance(wanted, (str, int, float)): raise TrainError(f'an answer of type {type(wanted).__name__}', _place(row), 'write a text or a number')
+    wanted = re.sub(r'\\[dt]?frac\{(\d+)\}\{(\d+)\}', r'\1/\2', str(wanted))
+    if '\\boxed' in wanted or '####' in wanted: wanted = given_answer(wanted) or ''
+    if not clean_answer(wanted): raise TrainError('an answer that says nothing', _place(row), 'write a text or a number')
+    return wanted
+
+def _ends_in(text: str, wanted: str) -> bool:
+    "Are these a text's last words, whatever their case and the full stop?"
+    read = lambda side: clean_answer(side).rstrip('.!').casefold().split()
+    return bool(words := read(wanted)) and read(text)[-len(words):] == words
 
 GRADERS: dict[str, Callable[[dict, str], float]] = dict(exact=exact)
 
@@ -783,6 +803,19 @@ def grader(name: str) -> Callable[[dict, str], float]:
     except (ImportError, AttributeError, ValueError) as e: raise TrainError(f'grader {name!r}: {e}', fix=fix) from e
     if callable(found): return found
     raise TrainError(f'no grader is called {name!r}', fix=fix)
+
+def check_grader(grade: Callable[[dict, str], float], questions: Sequence[Question]):
+    "Before a run: does every row have an answer (for `exact`), and does the grader grade? `TrainError` says where not."
+    for question in questions if grade is exact else (): wanted_answer(question.row)
+    try: found = float(grade(questions[0].row, ''))
+    except PastaError: raise
+    except Exception as e:                       # a grader is anybody's code
+        raise TrainError(f'the grader fails: {e}', _place(questions[0].row), 'give a function (row, text) -> grade') from e
+    _a_grade(found, questions[0].row)
+
+def _a_grade(found: float, row: dict) -> float:
+    if 0 <= found <= 1: return found
+    raise TrainError(f'a grade of {found}', _place(row), 'graders give 0 to 1')
 
 # %% ../nbs/45_train.ipynb #45train-104
 def answer_tables(model, batch: dict, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -808,6 +841,7 @@ class TipRollouts:
         from datasets import Dataset
         self.settings, self.seen, self.questions, self.tok = config, Counter(), questions, tok
         self.registers, self.grade = register_ids(tok), grader(config.grader)
+        check_grader(self.grade, questions)
         order = schedule([len(q.ids) for q in questions], config.batch, config.epochs, config.seed)
         if config.max_steps: order = np.resize(order, -(-config.max_steps // config.passes) * config.batch)
         reference, arguments = _reference(model, config), _grpo_arguments(config, out, len(order) // config.batch)
@@ -883,9 +917,7 @@ def _grade(grade: Callable, row: dict, result) -> float:
     if result.finish_reason == 'cancelled': raise KeyboardInterrupt
     if result.finish_reason in ('error', 'pool_full'):
         raise TrainError('an answer failed', _place(row), 'set slots higher' if result.finish_reason == 'pool_full' else str(result.error))
-    found = float(grade(row, result.text)) if result.finish_reason == 'eos' else 0.
-    if 0 <= found <= 1: return found
-    raise TrainError(f'a grade of {found}', _place(row), 'graders give 0 to 1')
+    return _a_grade(float(grade(row, result.text)) if result.finish_reason == 'eos' else 0., row)
 
 TipRollouts.rollout = _rollout
 

@@ -159,13 +159,62 @@ def test_policies_of_forgetting(strategy, options):
 
 
 def test_strategies_that_need_tokens_of_their_own(tmp_path):
-    for strategy, says in (('tip', 'no registers'), ('apar', 'no [Fork]')):
+    for strategy, says in (('tip', 'no registers: train a model that has them: pasta train tip-sft'), ('apar', 'no [Fork]: train a model that has it: pasta train apar-sft')):
         r = pasta('generate', '--strategy', strategy, '--model', 'tiny', '--prompt', 'x')
-        assert r.exit_code == 2 and says in r.stderr and r.stderr.count('pasta:') == 1
+        assert r.exit_code == 2 and says in r.stderr and r.stderr.count('pasta:') == 1 and 'add_tokens' not in r.stderr
     r = pasta('generate', '--strategy', 'tip', '--window', 9, '--model', 'tiny', '--prompt', 'x')
-    assert r.exit_code == 2 and "no option 'window'" in r.stderr
+    assert r.exit_code == 2 and '--window with --strategy tip: that flag is for streaming_llm; flags of tip: --layout' in r.stderr
     r = pasta('generate', '--strategy', 'tip', '--outline', __file__, '--model', 'tiny', '--prompt', 'x')
     assert r.exit_code == 2 and '--outline with --strategy tip' in r.stderr
+
+
+def no_model(monkeypatch):
+    def refuse(*args, **kw): raise AssertionError('the model was loaded')
+    monkeypatch.setattr(cli, 'open_engine', refuse)
+
+
+@pytest.mark.parametrize('args, says', [
+    (('streaming_llm',), 'streaming_llm needs a window: write --window N'), (('streaming_llm', '--sinks', 2), 'write --window N'),
+    (('paged_h2o',), 'paged_h2o needs a budget: write --budget N'), (('paged_h2o', '--window', 9), '--window with --strategy paged_h2o'),
+    (('dense', '--window', 100), '--window with --strategy dense: that flag is for streaming_llm; flags of dense: none'),
+    (('sot', '--layout', 'aligned'), 'flags of sot: --point-tokens'), (('ar', '--keep-prompt'), '--keep-prompt with --strategy ar')])
+def test_flags_of_other_strategies_are_told_before_the_model_is_loaded(args, says, monkeypatch):
+    no_model(monkeypatch)
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--strategy', *args)
+    assert r.exit_code == 2 and says in r.stderr and r.stderr.count('pasta:') == 1 and 'max_new_tokens' not in r.stderr
+
+
+def test_the_table_of_flags_is_that_of_the_strategies():
+    import inspect
+    from pasta_lib.pasta import guided
+    makers = {name: cli.find_strategy(name) for name in cli.HOMES} | dict(guided=guided)
+    takes = {name: set(inspect.signature(make.generator).parameters) for name, make in makers.items()}
+    every = {flag for flags in cli.FLAGS.values() for flag in flags}
+    assert {name: set(flags) for name, flags in cli.FLAGS.items()} == {name: every & takes[name] for name in cli.FLAGS} and set(cli.FLAGS) == {s.value for s in cli.Strategy}
+    assert every <= set(inspect.signature(cli.generate).parameters)
+
+
+def test_a_page_without_a_folder_is_noticed_first(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        no_model(patch)
+        r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--trace', tmp_path / 'none' / 'a.html')
+        assert r.exit_code == 2 and f'no such folder ({tmp_path}/none)' in r.stderr
+    monkeypatch.chdir(tmp_path)
+    assert pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 3, '--trace', 'a.html').exit_code == 0 and (tmp_path / 'a.html').exists()
+
+
+@pytest.mark.parametrize('text, options, rules', [
+    ('<reg_3>a', [], []), ('<reg_16>a', [], ['register-out-of-range']), ('<reg_16>a', ['--registers', 32], []), ('<reg_3>a', ['--registers', 3], ['register-out-of-range']),
+    ('<reg_' + '9' * 20 + '>a', [], ['register-out-of-range']), ('<REG_0>a', [], [])])
+def test_lint_of_registers(text, options, rules):
+    r = pasta('lint', '-', '--lang', 'tip', '--json', *options, input=text)
+    assert [e['rule'] for e in only_json(r)['errors']] == rules
+
+
+def test_registers_are_those_of_tip():
+    r = pasta('lint', '-', '--registers', 4, input='a')
+    assert r.exit_code == 2 and '--registers with --lang pasta: it is for --lang tip' in r.stderr
+    assert pasta('lint', '-', '--lang', 'tip', '--registers', 0, input='a').exit_code == 2
 
 
 def test_problems_of_an_answer_are_json(tiny, monkeypatch):
@@ -194,7 +243,7 @@ def test_raw_and_stop():
 
 
 @pytest.mark.parametrize('args, says', [
-    (('--strategy', 'guided', '--prompt', 'Hi'), 'outline'), (('--prompt', 'Hi', '--max-forks', 3), 'max_forks'),
+    (('--strategy', 'guided', '--prompt', 'Hi'), 'outline'), (('--prompt', 'Hi', '--max-forks', 3), '--max-forks with --strategy ar: that flag is for pasta, apar; flags of ar: none'),
     (('--prompt', 'Hi', '--outline', 'nowhere.txt'), 'nowhere.txt'), (('--prompt', '  '), 'empty'), (('--prompt', ''), 'empty'),
     (('--prompt', 'Hi', '--temperature', -1), 'temperature'), (('--prompt', 'Hi', '--max-new-tokens', 0), 'max_new_tokens'),
     (('--prompt', 'Hi', '--dtype', 'float33'), 'float33'), (('--prompt', 'A' * 80, '--slots', 64), 'larger: --slots N'),
@@ -267,9 +316,9 @@ def test_no_memory_is_a_line(monkeypatch):
 
 
 def test_an_answer_is_one_object_even_if_its_trace_can_not_be_written(tmp_path):
-    args = ('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 3, '--trace', tmp_path / 'nowhere' / 'x.html')
+    args = ('generate', '-m', 'tiny', '--prompt', 'Hi', '--max-new-tokens', 3, '--trace', tmp_path)
     r = pasta(*args, '--json')
-    assert r.exit_code == 2 and only_json(r)['generated_tokens'] == 3 and 'No such file' in r.stderr
+    assert r.exit_code == 2 and only_json(r)['generated_tokens'] == 3 and 'Is a directory' in r.stderr
     assert pasta(*args).stdout
 
 
@@ -371,7 +420,7 @@ def test_check(monkeypatch):
     found = only_json(r)
     assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 4 and 'ok' in r.stderr
     assert all({'name', 'system', 'deviation', 'tolerance', 'passed'} <= set(c) for c in found['checks'])
-    assert '3 of 3 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
+    assert '4 of 4 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
     assert pasta('check', '-m', 'tiny', '--only', 'no such check').exit_code == 2
 
 

@@ -107,7 +107,7 @@ def test_a_wrong_setting_drops_nothing(tmp_path):
     options = ['sample', 'made:3', '--model', 'tiny', '--dtype', 'float32', '--max-new-tokens', 4, '--out', out]
     for _ in range(2): refused(*options, '--slots', 2048, '--strategy', 'pasta', '--grammar', 'bogus', words="unknown grammar 'bogus'")
     refused(*options, '--slots', 64, words='make the pool larger: --slots N')
-    refused(*options, '--slots', 2048, '--grammar', 'mask', words="ar has no option 'grammar'")
+    refused(*options, '--slots', 2048, '--grammar', 'mask', words='--grammar with --strategy ar')
     assert read_jsonl(out) == [] and [p.name for p in tmp_path.iterdir()] == ['out.jsonl']
     assert '3 rows written' in pasta(*options, '--slots', 2048)
     refused(*options, '--slots', 2048, '--temperature', '.5', words='temperature was 1.0 and is now 0.5')
@@ -203,3 +203,91 @@ def test_prompts():
     assert read_prompts('made:5') == read_prompts('made:9')[:5] == read_prompts('made:9', limit=5)
     for wrong in (dict(source='made:0'), dict(source='made:3', limit=0), dict(source='no-such-file', limit=-1)):
         with pytest.raises(PastaError, match='at least 1'): read_prompts(**wrong)
+
+
+# ---- registers
+SUM = 'I have 4 apples.\n3 * 4 = 12\n12 - 2 = 10\nSo there are 10 left in the bag, and nobody has eaten any of them so far, which is good.\n'
+
+
+@pytest.fixture
+def sums(tmp_path):
+    row = dict(prompt='How many?', finish_reason='eos', text=SUM)
+    write_jsonl(tmp_path / 'sums.jsonl', [row | dict(id='a'), row | dict(id='b', text=SUM * 2), row | dict(id='c', finish_reason='length')])
+    return tmp_path / 'sums.jsonl'
+
+
+@pytest.mark.parametrize('annotator, options, made_by', [
+    ('program', [], dict(annotator='program')), ('numbers', ['--registers', 3, '--by', 'sentences'], dict(annotator='numbers', registers=3, by='sentences')),
+    ('last-use', ['--model', 'tiny', '--dtype', 'float32', '--threshold', 1], dict(annotator='last-use', model='tiny', threshold=1.0))])
+def test_annotated_steps_can_be_trained_on(sums, tmp_path, annotator, options, made_by, monkeypatch):
+    from pasta_lib.registers import verify_steps
+    if annotator != 'last-use': monkeypatch.setattr('pasta_lib.models.load', None)                # these need no model
+    if annotator == 'program': write_jsonl(sums, [dict(id=n, text=f'a = 3 * {n}\nb = a - 2\nc = a * b\nprint(c)\n') for n in range(2)] + [dict(id=2)])
+    found = json.loads(pasta('annotate', sums, '--annotator', annotator, *options, '--out', tmp_path / 'steps.jsonl', '--json'))
+    if annotator == 'program': assert (found['written'], found['dropped']) == (2, {'no response': 1})
+    else: assert (found['written'], found['dropped']) in ((2, {'cut by length': 1}), (1, {'loops': 1, 'cut by length': 1}))
+    for row in read_jsonl(tmp_path / 'steps.jsonl'): assert verify_steps(row) is row and row['made_by'] == made_by and '<reg_0>' in row['tagged_text']
+    pasta('lint', tmp_path / 'steps.jsonl', '--lang', 'tip')
+    assert json.loads(pasta('annotate', sums, '--annotator', annotator, *options, '--out', tmp_path / 'steps.jsonl', '--json'))['written'] == 0
+
+
+def test_the_annotators_of_steps(monkeypatch):
+    from pasta_lib import registers as R
+    from pasta_lib.commands import STEPS, Annotator, make_step_annotator
+    monkeypatch.setenv('GEMINI_API_KEY', 'x')
+    made = {kind: make_step_annotator(kind, None, None, 1.5, registers=5) for kind in STEPS if kind != 'gemini-steps'}
+    assert [type(a) for a in made.values()] == [R.Program, R.Program, R.LastUse] and all(a.registers == 5 for a in made.values())
+    assert made['numbers'].reads is R.number_steps and made['program'].reads is R.program_steps and made['last-use'].threshold == 1.5
+    assert set(STEPS) < {a.value for a in Annotator}
+
+
+@pytest.mark.parametrize('arguments, words', [
+    (['--annotator', 'structural', '--registers', '4'], '--registers with --annotator structural: it is for program, numbers, last-use, gemini-steps'),
+    (['--annotator', 'program', '--threshold', '1'], '--threshold with --annotator program: it is for likelihood and last-use'),
+    (['--annotator', 'numbers', '--by', 'pages'], "no steps by 'pages'"), (['--annotator', 'likelihood', '--by', 'lines'], '--by with --annotator likelihood'),
+    (['--annotator', 'numbers', '--registers', '0'], '--registers')])
+def test_options_of_other_annotators(sums, tmp_path, arguments, words):
+    refused('annotate', sums, '--out', tmp_path / 'x.jsonl', *arguments, words=words)
+    assert not (tmp_path / 'x.jsonl').exists()
+
+
+# ---- strategies of sample
+@pytest.fixture(scope='module')
+def speakers(tmp_path_factory):
+    "Models that have the tokens of TIP and of APAR."
+    from pasta_lib.models import save
+    from pasta_lib.train import prepare
+    folder = tmp_path_factory.mktemp('speakers')
+    for tags in ('registers', 'apar'): save(*prepare('tiny', tags), folder / tags)
+    return folder
+
+
+@pytest.mark.parametrize('strategy, options', [
+    ('tip', []), ('tip', ['--layout', 'aligned']), ('tip', ['--option', 'layout=aligned']), ('dense', []), ('streaming_llm', ['--window', 64]),
+    ('streaming_llm', ['--option', 'window=64', '--option', 'keep_prompt=true', '--option', 'sinks=2']), ('paged_h2o', ['--budget', 128]), ('sot', []),
+    ('sot', ['--option', 'max_points=2']), ('apar', ['--option', 'depth=2'])])
+def test_strategies_by_name(speakers, tmp_path, strategy, options):
+    out, model = tmp_path / 'out.jsonl', speakers / ('apar' if strategy == 'apar' else 'registers')
+    pasta('sample', 'made:2', '--model', model, '--strategy', strategy, *options, '--max-new-tokens', 6, '--slots', 4096, '--dtype', 'float32', '--out', out)
+    rows = read_jsonl(out)
+    assert len(rows) == 2 and all(row['made_by']['strategy'] == strategy and row['generated_tokens'] for row in rows)
+    told = dict(option.split('=') for option in map(str, options) if '=' in option)
+    assert all(str(rows[0]['made_by'][key]).lower() == value for key, value in told.items())
+
+
+@pytest.mark.parametrize('arguments, words', [
+    (['--strategy', 'streaming_llm'], 'streaming_llm needs a window: write --window N'), (['--strategy', 'paged_h2o'], 'paged_h2o needs a budget: write --budget N'),
+    (['--strategy', 'dense', '--window', '9'], '--window with --strategy dense'), (['--strategy', 'ar', '--option', 'depth=2'], "ar has no option 'depth'"),
+    (['--option', 'depth'], "not an option: 'depth'"), (['--strategy', 'guided'], 'guided')])
+def test_options_of_other_strategies(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.setattr('pasta_lib.models.load', None)                                             # before the model is loaded
+    refused('sample', 'made:2', '--model', 'tiny', '--out', tmp_path / 'x.jsonl', *arguments, words=words)
+
+
+@pytest.mark.parametrize('strategy', ['tip', 'apar'])
+def test_strategies_whose_tokens_are_missing(strategy, tmp_path):
+    refused('sample', 'made:2', '--model', 'tiny', '--slots', 2048, '--strategy', strategy, '--out', tmp_path / 'x.jsonl', words=f'pasta train {strategy}-sft')
+
+
+def test_the_tiny_evaluation_has_its_own_prompts():
+    refused('eval', 'pasta', '--prompts', 'nonsense', words='--prompts with --scale tiny')

@@ -146,33 +146,33 @@ def test_against_a_baseline(knowing, tiny):
     assert pair.in_turn.request.name == 'ar' and not pair.in_turn.request.sampling.script and pair.in_turn.generated_tokens <= 20
 
 
-@pytest.mark.parametrize('there', [(), ('smollm2-pasta',), ('smollm2-pasta', 'smollm2-baseline')])
+@pytest.mark.parametrize('there', [(), ('smollm2-pasta-bon',), ('smollm2-pasta-bon', 'smollm2-baseline')])
 def test_demo_of_a_trained_model(tmp_path, monkeypatch, knowing, tiny, there):
     "Checkpoints that are there are used, and what is compared is said."
     opened = []
     def load(name, **options):
         opened.append(name)
-        return knowing if name == 'smollm2-pasta' else tiny
+        return knowing if name == 'smollm2-pasta-bon' else tiny
     monkeypatch.setattr(D, 'checkpoint_folder', lambda name: tmp_path if name in there else None)
     monkeypatch.setattr(D, 'load', load)
     c = console()
     limits = dict(answer_tokens=12) if there else dict(point_tokens=4, closing_tokens=3)
-    out = demo('smollm2-pasta', tmp_path, prompts=PROMPTS[:2], console=c, **limits)
+    out = demo('smollm2-pasta-bon', tmp_path, prompts=PROMPTS[:2], console=c, **limits)
     way = ['guided', 'same words', 'baseline'][len(there)]
     said = c.file.getvalue()
     assert opened == (list(there) or ['smollm2']) and out['way'] == way and out['compared'] in said and out['hardware']['model'] == opened[0]
     assert ('grammar mask was needed in' in said) == ('grammar_needed' in out['answers'][0]) == ('outline' not in out['answers'][0]) == bool(there)
-    assert ('no checkpoint smollm2-pasta' in said) == (not there) and len(out['rows']) == 2
+    assert ('no checkpoint smollm2-pasta-bon' in said) == (not there) and len(out['rows']) == 2
     assert json.loads((tmp_path / 'results.json').read_text()) == out and D.EXPLAINED[way] in said
     assert (tmp_path / 'report.html').read_text().count(D.IN_TURN[way]) >= 2
 
 
 def test_which_model(monkeypatch, tmp_path):
     monkeypatch.setattr(D, 'checkpoint_folder', lambda name: None)
-    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta') for g in (None, True)] == ['smollm2', 'smollm2', 'tiny', 'tiny', 'smollm2', 'smollm2']
+    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta-bon') for g in (None, True)] == ['smollm2', 'smollm2', 'tiny', 'tiny', 'smollm2', 'smollm2']
     monkeypatch.setattr(D, 'checkpoint_folder', lambda name: tmp_path)
-    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta') for g in (None, True)] == \
-        ['smollm2-pasta', 'smollm2', 'tiny', 'tiny', 'smollm2-pasta', 'smollm2-pasta']
+    assert [D.choose_model(m, g) for m in (None, 'tiny', 'smollm2-pasta-bon') for g in (None, True)] == \
+        ['smollm2-pasta-bon', 'smollm2', 'tiny', 'tiny', 'smollm2-pasta-bon', 'smollm2-pasta-bon']
 
 
 def test_guided_or_not_by_request(tmp_path, monkeypatch, knowing):

@@ -17,7 +17,7 @@ from pasta_lib.eviction import *
 from pasta_lib.masks import dense_mask
 from pasta_lib.models import add_tokens, tiny_model
 from pasta_lib.pool import check_pool
-from pasta_lib.registers import register_tokens, tip_layout
+from pasta_lib.registers import encode_steps, register_text, register_tokens, tip_layout
 
 REGISTERS = {200 + n: n for n in range(16)}            # token id -> register
 PROMPT = [(7 * i * i + 3) % 190 for i in range(37)]
@@ -173,10 +173,9 @@ def test_h2o_chooses_as_hf_attentions_say(small, page, options):
 def test_nothing_forgotten_is_plain_decoding(small, page):
     "Dense, TIP without a register said twice, a window and a budget that are never full: the tokens of `ar`."
     engine = engine_of(small, page_size=page)
-    bound = dict(max_new_tokens=60, temperature=1., seed=4)
+    bound = dict(max_new_tokens=40, temperature=1., seed=4)
     asks = [ar, dense, lambda *a, **k: tip(*a, registers={}, **k), lambda *a, **k: streaming_llm(*a, window=200, **k),
-            lambda *a, **k: paged_h2o(*a, budget=256, **k), lambda *a, **k: evicting(*a, policy=Policy, **k),
-            lambda *a, **k: evicting(*a, policy=PagePolicy(), **k)]
+            lambda *a, **k: paged_h2o(*a, budget=256, **k), lambda *a, **k: evicting(*a, policy=PagePolicy(), **k)]
     results = [engine.run(ask(PROMPT, **bound))[0] for ask in asks]
     assert len({tuple(r.token_ids) for r in results}) == 1 and len(results[0].token_ids) > 20
     for r in results[1:]:
@@ -199,17 +198,17 @@ def test_tip_without_reuse_is_dense(small):
 @pytest.mark.parametrize('page', [1, 16, 64])
 @pytest.mark.parametrize('layout', ['packed', 'aligned'])
 def test_replay_after_thousands_of_reuses(small, page, layout):
-    "24 requests together in a pool whose pages pass from one to the other."
-    answers = [trace(n, 150, registers=2 + n % 15, longest=4, preamble=n % 4) for n in range(24)]
-    prompts = [PROMPT[:1 + n] for n in range(24)]
+    "Eight requests together in a pool whose pages pass from one to the other."
+    answers = [trace(n, 130, registers=2 + n % 15, longest=4, preamble=n % 4) for n in range(8)]
+    prompts = [PROMPT[:1 + 3 * n] for n in range(8)]
     engine = engine_of(small, page_size=page, slots=16384)
     results = engine.run([says(tip(p, layout=layout, registers=REGISTERS), a) for p, a in zip(prompts, answers)], keep_logits=True)
-    assert sum(r.counts['evictions'] for r in results) > 900
+    assert sum(r.counts['evictions'] for r in results) > 250
     for p, a, r in zip(prompts, answers, results):
         row, (mine, _) = tip_layout(p, a, REGISTERS), replay(r.record)
         assert r.record.segment == row.segment.tolist()
         assert torch.equal(dense_mask(mine), dense_mask(row)[:-1, :-1])
-    assert max(replay_deviation(small[0], r) for r in results[::6]) < TOLERANCE
+    assert max(replay_deviation(small[0], r) for r in results[::4]) < TOLERANCE
     empty(engine)
 
 
@@ -219,10 +218,11 @@ def test_smollm2(smollm2):
     model, tok = smollm2
     ids = tok.encode('Two and three is five. Take the five. Add nine, that makes fourteen. Halve it.')
     registers = {tok.convert_tokens_to_ids('.'): 0, ids[9]: 1}
-    answer, engine = (ids + ids)[:28], Engine(model, tok, slots=512, page_size=8)
+    answer, engine = (ids + ids)[:20], Engine(model, tok, slots=512, page_size=8)
     requests = [tip('How much?', registers=registers), tip('How much?', layout='aligned', registers=registers), paged_h2o('How much?', budget=32)]
     results = engine.run([says(request, answer) for request in requests], keep_logits=True)
-    for r in results: assert r.counts['evictions'] > 1 and replay_deviation(model, r) < TOLERANCE
+    for r in results: assert r.counts['evictions'] > 1
+    assert replay_deviation(model, results[2]) < TOLERANCE          # the others: below
     model.set_attn_implementation('eager')
     try: rows, live = reference(model, results[0].record.token[:results[0].prompt_tokens], answer, tip_rule(registers))
     finally: model.set_attn_implementation('sdpa')
@@ -243,7 +243,7 @@ def mixed(n, **options):
 def test_company_changes_nothing(small):
     "Ragged requests of all policies in a crowded pool, with admission: the logits of single runs."
     engine = engine_of(small, page_size=8, slots=900)
-    crowd = [mixed(n) for n in range(10)]
+    crowd = [mixed(n) for n in range(7)]
     together = engine.run(crowd, keep_logits=True)
     for request, r in zip(crowd, together):
         alone, = engine_of(small, page_size=8).run(replace(request), keep_logits=True)
@@ -258,20 +258,20 @@ def test_samples_have_a_policy_each(small):
     "One request many times: what one has forgotten is not forgotten by the others. Their prompt is shared where it may be."
     engine = engine_of(small, page_size=8)
     for request in (tip(PROMPT, registers={n: n % 4 for n in range(190)}), streaming_llm(PROMPT, window=16), paged_h2o(PROMPT, budget=24)):
-        request = replace(request, sampling=Sampling(max_new_tokens=40, temperature=1., ignore_eos=True))
-        eight = engine.run(samples(request, 4))
-        assert tokens(eight) == [tokens(engine_of(small, page_size=8).run(r.request))[0] for r in eight] and len({*map(tuple, tokens(eight))}) == 4
+        request = replace(request, sampling=Sampling(max_new_tokens=30, temperature=1., ignore_eos=True))
+        several = engine.run(samples(request, 3))
+        assert tokens(several) == [tokens(engine_of(small, page_size=8).run(r.request))[0] for r in several] and len({*map(tuple, tokens(several))}) == 3
     empty(engine)
 
 
 def test_erased_pages_hold_nothing_of_their_former_owner(small):
     "Pages pass from a long request to the next ones, poisoned in between: whoever looked at a slot it has not written would say so."
     engine = engine_of(small, page_size=8, slots=400)
+    alone = [seen(engine_of(small, page_size=8).run(mixed(n), keep_logits=True)[0]) for n in range(4)]
     for round_ in range(2):
-        for n in range(5):
+        for n in range(4):
             r, = engine.run(mixed(n), keep_logits=True)
-            alone, = engine_of(small, page_size=8).run(mixed(n), keep_logits=True)
-            assert float((seen(r) - seen(alone)).abs().max()) < TOLERANCE
+            assert float((seen(r) - alone[n]).abs().max()) < TOLERANCE
         for store in (*engine.pool.keys, *engine.pool.values): store.fill_(1e4 * (-1) ** round_)
     empty(engine)
 
@@ -284,7 +284,7 @@ def test_freed_pages_let_others_in(small):
     both = [says(tip(PROMPT, registers=REGISTERS, reserve=240), answer) for _ in range(2)]
     results = engine.run(both, listen=lambda chunk: order.append(both.index(chunk.request)))
     first_of_second, last_of_first = order.index(1), len(order) - 1 - order[::-1].index(0)
-    assert tokens(results) == [answer, answer] and 60 < first_of_second < last_of_first - 60
+    assert tokens(results) == [answer, answer] and 40 < first_of_second < last_of_first - 40
     plain = [says(dense(PROMPT, reserve=240), answer) for _ in range(2)]
     order.clear()
     engine.run(plain, listen=lambda chunk: order.append(plain.index(chunk.request)))
@@ -293,7 +293,7 @@ def test_freed_pages_let_others_in(small):
 
 
 def test_a_small_reserve_lets_more_in_at_once(small):
-    answer = trace(6, 150, registers=2, longest=6)
+    answer = trace(6, 100, registers=2, longest=6)
     def most_at_once(**options):
         engine, running = engine_of(small, page_size=8, slots=800), []
         requests = [says(tip(PROMPT[n:], registers=REGISTERS, **options), answer) for n in range(8)]
@@ -310,8 +310,69 @@ def test_a_full_pool_harms_nobody_else(small):
     alone, = engine_of(small, page_size=8).run(replace(greedy[1]), keep_logits=True)
     assert cut.finish_reason == 'pool_full' and whole.finish_reason == 'length' and whole.token_ids == alone.token_ids
     assert float((seen(whole) - seen(alone)).abs().max()) < TOLERANCE
-    assert '1 wanted, 0 of 15 free' in str(cut.error) and cut.token_ids == answer[:len(cut.token_ids)] and cut.generated_tokens > 60
+    assert '5 of 15 free, 5 of them promised to others' in str(cut.error) and cut.token_ids == answer[:len(cut.token_ids)] and cut.generated_tokens > 40
     assert cut.counts['live'] > 0                       # what it had counted is told
+    empty(engine)
+
+
+def test_aligned_steps_starve_nobody(small):
+    "Short steps on pages of their own, beside a neighbour that was promised its pages."
+    steps = [t for n in range(20) for t in (200 + n % 6, 65, 66)]
+    for reserve in (None, 60):
+        engine = engine_of(small, slots=128)
+        plain, aligned = engine.run([dense([66], script={'main': [67] * 50}, max_new_tokens=50, ignore_eos=True),
+                                     tip([66], layout='aligned', registers={200 + n: n for n in range(6)}, reserve=reserve,
+                                         script={'main': steps}, max_new_tokens=60, ignore_eos=True)])
+        assert plain.token_ids == [67] * 50 and plain.finish_reason == 'length'
+        assert aligned.finish_reason == ('length' if reserve is None else 'pool_full')
+        empty(engine)
+
+
+def any_request(rng):
+    "A request of any strategy, with its answer; `honest`: it keeps to the reserve that it has by default."
+    prompt, new = PROMPT[:rng.randint(1, 37)] * rng.choice((1, 1, 2)), rng.randint(1, 70)
+    answer, honest = trace(rng.random(), new, registers=rng.choice((1, 4, 16)), longest=rng.choice((1, 3, 12))), rng.random() < .7
+    kind = rng.choice(('ar', 'dense', 'packed', 'aligned', 'aligned', 'window', 'moved', 'h2o', 'mine'))
+    o = dict(max_new_tokens=new) | ({} if honest else dict(reserve=rng.randint(0, new)))
+    request = dict(ar=ar, dense=dense, packed=tip, aligned=tip, window=streaming_llm, moved=streaming_llm, h2o=paged_h2o, mine=evicting)[kind](
+        prompt, **o, **dict(packed=dict(registers=REGISTERS), aligned=dict(registers=REGISTERS, layout='aligned'),
+                            window=dict(window=rng.randint(8, 40), keep_prompt=rng.random() < .3), moved=dict(window=rng.randint(8, 40), reindex=True),
+                            h2o=dict(budget=rng.randint(16, 48)), mine=dict(policy=rng.choice((Recent, Dice)))).get(kind, {}))
+    return says(request, answer), honest
+
+
+@pytest.mark.parametrize('seed', range(8))
+def test_who_keeps_to_its_reserve_never_runs_out(seed):
+    "Whatever the others do; and the books balance at every turn: no more is promised than is free."
+    rng, model = random.Random(seed), tiny_model(seed=3, layers=1, hidden=8)
+    engine = Engine(*model, slots=rng.choice((160, 240, 400)), page_size=rng.choice((4, 8)), chunk=16)
+    asked = [any_request(rng) for _ in range(9)]
+    driver, results = Driver(engine, [request for request, _ in asked]), []
+    while driver.waiting or driver.running:
+        driver.turn()
+        check_pool(engine.pool)
+        results += driver.finished()
+    assert len(results) == 9
+    for r in results:
+        fits = room_of(r.request, r.prompt_tokens, engine.pool.page_size) <= len(engine.pool.pages)
+        assert r.finish_reason == 'length' or r.finish_reason == 'pool_full' and not (asked[r.number][1] and fits), (r.request.name, r.error)
+    empty(engine)
+
+
+def test_a_forgotten_page_that_others_read_is_no_new_page(small):
+    "Whoever drops a shared prompt gets no page for it, and is promised none."
+    engine = engine_of(small, page_size=4)
+    dropping, keeping = engine.run([says(evicting(PROMPT, policy=Answering([0])), trace(1, 30)), says(dense(PROMPT), trace(1, 30))])
+    assert {dropping.finish_reason, keeping.finish_reason} == {'length'}
+    a, b = (engine.pool.table(room=4) for _ in range(2))
+    a.take(8)
+    b.adopt(a.pages, 0)
+    b.most = 6
+    assert b.promised == 2
+    b.drop(np.arange(8))
+    check_pool(engine.pool)
+    assert b.promised == 2 and b.room == 2
+    a.release(), b.release()
     empty(engine)
 
 
@@ -338,10 +399,10 @@ def test_compiled_steps_see_the_same(small):
 
 def test_a_request_reuses_its_own_holes(small):
     "However long it goes on, its pages stay within a stretch of the pool about as long as the most it held at once."
-    engine, answer = engine_of(small, page_size=4, slots=4096), trace(8, 600, registers=3, longest=9)
+    engine, answer = engine_of(small, page_size=4, slots=4096), trace(8, 400, registers=3, longest=9)
     r, = engine.run(says(tip(PROMPT, registers=REGISTERS), answer))
     homes = r.counts['usage'].homes
-    assert max(home[0] for home in homes) - min(home[0] for home in homes) < 1.3 * max(r.counts['usage'].pages) and len(homes) > 140
+    assert max(home[0] for home in homes) - min(home[0] for home in homes) < 1.3 * max(r.counts['usage'].pages) and len(homes) > 100
 
 
 def reads_of(engine, request):
@@ -357,7 +418,7 @@ def reads_of(engine, request):
 
 @pytest.mark.parametrize('page', [1, 16])
 def test_attention_reads_little_more_than_what_lives(small, page):
-    answer = trace(9, 300, registers=4, longest=10)
+    answer = trace(9, 200, registers=4, longest=10)
     found, r = reads_of(engine_of(small, page_size=page), says(tip(PROMPT, registers=REGISTERS), answer))
     live = r.counts['usage'].live
     assert all(n <= 2 * l for (n, _), l in zip(found, live)) and sum(view for _, view in found) > .3 * len(found)
@@ -391,9 +452,9 @@ def test_observed_attention_is_hf_attention(kind, chunk):
             logits = yield queries
     r, = engine.run(watched(PROMPT, max_new_tokens=20))
     with torch.no_grad(): out = model(torch.tensor([PROMPT + r.token_ids[:-1]]), output_attentions=True)
-    weights = torch.stack(out.attentions)[:, 0].sum(1).mean(0).double()          # queries, keys: over heads, mean over layers
+    wseverals = torch.stack(out.attentions)[:, 0].sum(1).mean(0).double()          # queries, keys: over heads, mean over layers
     for n, mass in enumerate(masses):
-        assert np.abs(mass - weights[:len(mass), :len(mass)].sum(0).numpy()).max() < 1e-5
+        assert np.abs(mass - wseverals[:len(mass), :len(mass)].sum(0).numpy()).max() < 1e-5
         assert len(mass) == len(PROMPT) + n
 
 
@@ -517,7 +578,9 @@ def test_a_page_larger_than_everything(small):
 BAD = [(streaming_llm, dict(window=15), 'a window of 15 tokens'), (streaming_llm, dict(window=0), 'window=0'), (streaming_llm, dict(window=1.5), 'window=1.5'),
        (streaming_llm, dict(window=64, sinks=-1), 'sinks=-1'), (paged_h2o, dict(budget=0), 'budget=0'), (paged_h2o, dict(budget=31), 'a budget of 31 tokens'),
        (paged_h2o, dict(budget=64, score='max'), "score='max'"), (tip, dict(layout='loose', registers={}), "layout='loose'"), (tip, {}, 'no registers'),
-       (evicting, dict(policy=3), 'policy=3')]
+       (evicting, dict(policy=3), 'policy=3'), (evicting, dict(policy=int), "policy=<class 'int'>"),
+       (evicting, dict(policy=StreamingLLM), 'StreamingLLM needs a window: window=N'), (evicting, dict(policy=PagedH2O), 'PagedH2O needs a budget'),
+       *((tip, dict(registers=bad), 'registers=') for bad in ([1, 2], {'<reg_0>': 0}, {5: 'a'}, {5: -1}, {-1: 0}, {5: True}, {5: 1.}))]
 
 
 @pytest.mark.parametrize('ask, options, words', BAD)
@@ -526,6 +589,58 @@ def test_bad_options(small, ask, options, words):
     bad, good = engine.run([ask(PROMPT, max_new_tokens=4, **options), dense(PROMPT, max_new_tokens=4, ignore_eos=True)])
     assert isinstance(bad.error, PastaError) and words in str(bad.error) and '\n' not in str(bad.error) and bad.finish_reason == 'error'
     assert good.finish_reason == 'length'
+    empty(engine)
+
+
+@pytest.mark.parametrize('ask, words', [(streaming_llm, 'streaming_llm needs a window: window=N'), (paged_h2o, 'paged_h2o needs a budget: budget=N')])
+def test_what_is_missing_is_said_at_once(ask, words):
+    with pytest.raises(OptionError, match=words): ask(PROMPT)
+
+
+def test_no_policy_keeps_all(small):
+    a, b = engine_of(small).run([evicting(PROMPT, max_new_tokens=9), dense(PROMPT, max_new_tokens=9)])
+    assert a.error is None and a.token_ids == b.token_ids and a.counts['ratio'] == 1
+
+
+class Answering(Policy):
+    "Names the same segments again and again."
+    def __init__(self, dead): self.dead = dead
+    def evict(self, h, line, token): return self.dead
+
+
+@pytest.mark.parametrize('dead', [[99], [-1], ['a'], [1.5], [True], 3.0, 'main', [0, 99], [None], [[0]]])
+def test_segments_that_are_none(small, dead):
+    engine = engine_of(small)
+    r, = engine.run(says(evicting(PROMPT, policy=Answering(dead)), [1, 2, 3]))
+    assert isinstance(r.error, OptionError) and 'evict named segment' in str(r.error) and r.counts['evictions'] == 0
+    empty(engine)
+
+
+def test_only_the_living_die(small):
+    "Named five times, dead once."
+    r, = engine_of(small).run(says(evicting(PROMPT, policy=Answering(np.array([0, 0]))), [1, 2, 3, 4, 5]), keep_logits=True)
+    assert r.counts['evictions'] == 1 and r.counts['usage'].live == [1, 2, 3, 4] and replay_deviation(small[0], r) < TOLERANCE
+
+
+class Saying(PagePolicy):
+    "Keeps what a function of the number of pages says."
+    def __init__(self, say): self.say = say
+    def keep(self, h, line, pages, new): return self.say(len(pages))
+
+
+@pytest.mark.parametrize('kind', [lambda f: f, lambda f: f.astype(int), lambda f: f.tolist(), lambda f: f.astype(np.int8).tolist(), torch.tensor])
+def test_keep_says_true_or_one(small, kind):
+    flags = lambda n: np.arange(n) % 3 > 0
+    plain, r = [engine_of(small, page_size=4).run(says(evicting(PROMPT, policy=Saying(say)), trace(1, 40)))[0] for say in (flags, lambda n: kind(flags(n)))]
+    assert r.error is None and r.counts['usage'].live == plain.counts['usage'].live and r.counts['evicted_pages'] > 3
+
+
+@pytest.mark.parametrize('say', [lambda n: None, lambda n: [1.] * n, lambda n: np.ones(n), lambda n: np.ones(n + 1, bool), lambda n: [True],
+                                 lambda n: [2] * n, lambda n: [-1] * n, lambda n: True, lambda n: 'x' * n, lambda n: [[1]] * n, lambda n: [[1], [1, 2]]])
+def test_keep_says_nonsense(small, say):
+    engine = engine_of(small, page_size=4)
+    r, = engine.run(says(evicting(PROMPT, policy=Saying(say)), trace(1, 40)))
+    assert isinstance(r.error, OptionError) and 'keep gave' in str(r.error) and '\n' not in str(r.error)
     empty(engine)
 
 
@@ -542,6 +657,21 @@ def test_registers_of_a_tokenizer():
     r, = Engine(model, tokenizer, slots=64, page_size=4).run(says(tip('Go', raw=True), answer), keep_logits=True)
     assert r.text == 'abc.' and r.tagged_text == '<reg_0>a<reg_1>b<reg_0>c.' and r.counts['evictions'] == 1
     assert [life.name for life in lifetimes(r.record)] == ['main', 'step 1: reg_0', 'step 2: reg_1', 'step 3: reg_0']
+
+
+def test_tagged_text_is_read_back():
+    "What only looks like a register is text again; a stop text is cut; eos is no text."
+    model, tokenizer = tiny_model(seed=3, layers=2, hidden=32)
+    first, second = add_tokens(model, tokenizer, register_tokens(2))
+    engine = Engine(model, tokenizer, slots=256, page_size=16)
+    for answer in ([*b'a<reg_0>b'], [first, *b'a<reg_0>b&lt;', second, *b'</x> & <reg_1>', first], [first], [*b'caf\xc3\xa9 <'], [first, first, *b'x']):
+        r, = engine.run(says(tip('Go'), answer))
+        assert encode_steps(r.tagged_text, tokenizer) == r.token_ids == answer and r.tagged_text == register_text(answer, tokenizer)
+    eos = min(eos_ids(model, tokenizer))
+    r, = engine.run(tip('Go', script=dict(main=[first, *b'a<b', eos])))
+    assert r.finish_reason == 'eos' and encode_steps(r.tagged_text, tokenizer) == r.token_ids[:-1]
+    r, = engine.run(says(tip('Go'), [first, *b'1 < 2 STOP'], stop=('STOP',)))
+    assert r.finish_reason == 'stop' and encode_steps(r.tagged_text, tokenizer) == [first, *b'1 < 2 '] and r.text == '1 < 2 '
 
 
 def test_cancelled_and_interrupted_tell_what_they_counted(small):
@@ -561,14 +691,41 @@ def test_counters(small):
     assert said['peak'] == max(usage.live) and said['pages'] == np.mean(usage.pages) and 'usage' not in said
     assert said['fragmentation'] == pytest.approx(8 * np.mean(usage.pages) / np.mean(usage.live)) and said['fragmentation'] > 1
     gone = [home for home in usage.homes if home[2] is not None]
-    assert said['evicted_pages'] == len(gone) > 0 and all(0 <= since < until < 89 for _, since, until in gone)
+    assert said['evicted_pages'] == len(gone) > 0 and all(0 <= since < until <= 89 for _, since, until in gone)
     held = [sum(since <= n and (until is None or n < until) for _, since, until in usage.homes) for n in range(89)]
     assert held == usage.pages
 
 
 def test_a_single_token(small):
     r, = engine_of(small).run(says(tip(PROMPT, registers=REGISTERS), [3]))
-    assert r.counts['live'] == 0 and r.counts['ratio'] == 1 and r.counts['fragmentation'] == 1
+    assert r.counts['live'] == r.counts['peak'] == r.counts['dense'] == 37 and r.counts['pages'] == 3
+    assert r.counts['ratio'] == 1 and r.counts['fragmentation'] == pytest.approx(48 / 37) and r.counts['usage'].live == []
+
+
+def test_cancelled_before_the_first_step(small):
+    "The prompt is counted, or what was read of it."
+    request = says(tip(PROMPT, registers=REGISTERS), trace(1, 100))
+    r, = engine_of(small).run(request, listen=lambda chunk: request.cancel())
+    assert r.finish_reason == 'cancelled' and r.counts['live'] == r.counts['peak'] == 37 and r.counts['usage'].live == []
+    engine, request = engine_of(small, chunk=10), dense(PROMPT)
+    driver = Driver(engine, [request])
+    driver.turn()
+    driver.turn()
+    request.cancel()
+    r, = driver.results()
+    assert r.finish_reason == 'cancelled' and r.counts['live'] == 20
+    empty(engine)
+
+
+def test_the_last_token_may_forget_too(small):
+    r, = engine_of(small, page_size=4).run(says(tip([1, 2, 3, 4], registers=REGISTERS), [200, 1, 2, 3, 200]))
+    assert r.counts['evictions'] == 1 == r.counts['evicted_pages'] and r.counts['usage'].homes[1][2] == 4
+    assert [life.died for life in lifetimes(r.record)] == [None, 5, None]
+
+
+def test_pages_dropped_before_the_first_step_had_a_home(small):
+    r, = engine_of(small, page_size=4).run(says(streaming_llm(PROMPT, window=4), trace(2, 20)))
+    assert all(home >= 0 for home, _, _ in r.counts['usage'].homes) and r.counts['usage'].homes[2][1:] == [0, 0]
 
 
 def test_lifetimes(small):
@@ -581,7 +738,7 @@ def test_pictures(small):
     import matplotlib.pyplot as plt
     engine = engine_of(small, page_size=8)
     results = engine.run([mixed(n) for n in range(5)])
-    for r in results:
+    for r in results[1:4]:
         ax = show_pages(r)
         held = [home[0] for home in r.counts['usage'].homes]
         assert ax.get_ylim() == (8 * min(held), 8 * max(held) + 8)
@@ -589,6 +746,18 @@ def test_pictures(small):
         assert ax.get_xlabel() == 'decode step' and len(ax.patches) == 2 * len(lifetimes(r.record))
     ax = show_live({r.request.name: r for r in results[1:]})
     assert len(ax.lines) == 5 and ax.get_legend().get_texts()[0].get_text().startswith('tip: ')
+    plt.close('all')
+
+
+def test_pictures_of_next_to_nothing(small):
+    import matplotlib.pyplot as plt
+    engine = engine_of(small)
+    one, plain, failed = engine.run([says(tip(PROMPT, registers=REGISTERS), [200]), ar(PROMPT, max_new_tokens=3), tip([999999])])
+    for draw in (show_pages, show_lifetimes, lambda r: show_live({'one': r})): assert draw(one).get_xlabel() == 'decode step'
+    for draw in (show_pages, lambda r: show_live({'ar': r})):
+        for r in (plain, failed):
+            with pytest.raises(OptionError, match='counts no live tokens'): draw(r)
+    with pytest.raises(OptionError, match='no results to draw'): show_live({})
     plt.close('all')
 
 

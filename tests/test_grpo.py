@@ -233,8 +233,27 @@ def test_picture():
 @pytest.mark.parametrize('row,text,grade', [
     (dict(answer=11), 'so 11', 1.), (dict(answer=11), 'so 711', 0.), (dict(answer='25'), 'it is 025.', 1.), (dict(reference='#### 1,234'), '1234', 1.),
     (dict(reference='x #### 5', answer=6), '6', 1.), (dict(answer=.5), '1/2', 1.), (dict(answer=3), 'none', 0.), (dict(answer=3), '', 0.),
-    (dict(reference='a red owl'), 'It is a red  owl', 1.), (dict(reference='owl'), 'an owlet', 0.), (dict(reference=''), 'x', 0.), (dict(answer=-4), '-4', 1.)])
+    (dict(reference='a red owl'), 'It is a red  owl', 1.), (dict(reference='owl'), 'an owlet', 0.), (dict(answer=-4), '-4', 1.)])
 def test_exact(row, text, grade): assert T.exact(row, text) == grade
+
+
+@pytest.mark.parametrize('answer,text,grade', [
+    ('5', r'the answer: 5\boxed{', 0), ('7', r'\boxed{7', 0), (7, r'\boxed{7', 0), (7, r'\boxed{8} or \boxed{7', 0), (7, r'so 7 \boxed{8}', 0), (7, r'\boxed{7} of 8', 1),
+    ('[1, 2]', 'so 2', 0), ('[1, 2]', 'so [1, 2].', 1), ('2x+1', '1', 0), ('2x+1', 'so 2x+1', 1), ('x+1', r'\boxed{1+x}', 1), ('1', 'so 2x+1', 0), ('A) 4', 'B) 4', 0),
+    ('B) 4', 'A) 4', 0), ('A) 4', r'\boxed{B) 4}', 0), ('A) 4', r'\boxed{A) 4}', 1), ('12:30', '30', 0), ('30', 'at 12:30', 0), ('12:30', 'at 12:30.', 1),
+    ('Paris 2024', 'in 2024', 0), ('Paris 2024', 'It was Paris 2024', 1), ('Yes', 'Yes.', 1), ('Yes.', 'so yes', 1), ('Yes', 'Yes, no', 0), ('0.5', '50%', 1),
+    ('50%', 'so 0.5', 1), ('0.5', 'so 50', 0), ('3/4', r'is \frac{3}{4}', 1), (r'\frac{3}{4}', 'is .75', 1), ('1,200 cm', 'so 1200', 1), ('-3', 'so \u22123', 1), ('9', '#### 9', 1),
+    ('9', 'so 9 #### 8', 0), ('9', '####', 0), ('5', '', 0), ('x', '', 0), ('5', '9' * 400, 0)])
+def test_what_a_text_gives(answer, text, grade): assert T.exact(dict(answer=answer), text) == grade
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-10 ** 6, 10 ** 6), st.sampled_from(['so {}', 'The answer is {}.', r'\boxed{{{}}}', '#### {}', 'it costs ${} each']))
+def test_a_number_is_right_alone(n, frame):
+    "The same for training as for evaluation: right in every frame, and neighbours are wrong."
+    from pasta_lib.metrics import same_answer
+    assert T.exact(dict(answer=n), frame.format(n)) == 1 and T.exact(dict(answer=n + 1), frame.format(n)) == 0
+    assert same_answer(frame.format(n) if '{{' in frame or '#' in frame else str(n), n)
 
 
 def test_graders(tmp_path, monkeypatch):
@@ -244,6 +263,28 @@ def test_graders(tmp_path, monkeypatch):
     for wrong in ('exactly', 'my_graders:number', 'my_graders:none', 'no_module:x', ':', 'my_graders:', ''):
         with pytest.raises(T.TrainError, match='use exact, or module:function'): T.grader(wrong)
     with pytest.raises(T.TrainError, match='a row without answer'): T.exact(dict(id=3), 'x')
+    for nothing in ('', ' ', r'\boxed{5'):
+        with pytest.raises(T.TrainError, match='says nothing'): T.exact(dict(reference=nothing), 'x')
+
+
+@pytest.mark.parametrize('row,grader,says', [
+    (dict(prompt='b'), 'exact', 'a row without answer or reference .*rows.jsonl, line 2'), (dict(prompt='b', answer={'a': 1}), 'exact', 'of type dict .*line 2'),
+    (dict(prompt='b', answer=[1]), 'exact', 'of type list .*line 2'), (dict(prompt='b', answer=' '), 'exact', 'says nothing .*line 2'),
+    (dict(prompt='b', answer=1), 'os:getcwd', 'the grader fails: .*rows.jsonl, line 1'), (dict(prompt='b', answer=1), 'operator:or_', 'the grader fails.*line 1'),
+    (dict(prompt='b', answer=1), 'bad', 'a grade of 7')])
+def test_rows_are_checked_before_the_first_step(tmp_path, monkeypatch, row, grader, says):
+    monkeypatch.setitem(T.GRADERS, 'bad', bad_grade)
+    write_jsonl(tmp_path / 'rows.jsonl', [dict(prompt='a', answer=1), row])
+    config = dict(model='tiny', data=str(tmp_path / 'rows.jsonl'), tags='registers', registers=3, prompt='raw', device='cpu', batch=1, samples=2, max_steps=1,
+                  grader=grader)
+    with pytest.raises(T.TrainError, match=says): T.train('tip-grpo', config, tmp_path / 'run')
+    assert not (tmp_path / 'run' / 'log.jsonl').exists() or not T.read_log(tmp_path / 'run')
+
+
+def test_a_row_without_registers_is_counted(thinker):
+    rows = [dict(prompt='a', tagged_text='<reg_0>a'), dict(prompt='a', tagged_text='a'), dict(prompt='a', tagged_text='&lt;reg_0>')]
+    layouts, dropped = T.layouts_of(rows, thinker[1], 'tip', prompt='raw')
+    assert len(layouts) == 1 and dropped == {'no register': 2}
 
 
 def test_questions(tiny):
@@ -467,7 +508,7 @@ def bad_grade(row, text): return 7
 
 @pytest.mark.parametrize('change,says', [
     (dict(slots=64, max_new_tokens=200), r'an answer failed .*line \d.*set slots higher'), (dict(grader='nobody'), 'no grader'),
-    (dict(tags='compact'), 'write tags=registers'), (dict(micro_batch=3), 'cannot be shared out'), (dict(registers=9), 'registers=')])
+    (dict(tags='compact'), 'write tags=registers'), (dict(micro_batch=3), r'a batch of 2 × 4 answers cannot be shared out .*make batch × samples a multiple'), (dict(registers=9), 'registers=')])
 def test_runs_that_cannot_be(start, tmp_path, change, says):
     write_jsonl(tmp_path / 'long.jsonl', [dict(prompt=letter * 60, reference='none') for letter in 'xyz'])
     with pytest.raises(T.PastaError, match=says): T.train('tip-grpo', start | dict(data=str(tmp_path / 'long.jsonl')) | change | dict(max_steps=1), tmp_path / 'run')

@@ -431,3 +431,24 @@ def test_picture():
     assert ax.get_title() == '4 of 8 pages free'
     assert sum(p.get_hatch() is not None for p in ax.patches) == 2
     assert show_pool(Pool(1, 1, 1, 8, 4), title='empty').get_title() == 'empty'
+
+
+def test_promised_pages_are_not_for_others():
+    "Beyond its own promise a table gets what nobody was promised; within it, it is never refused."
+    pool = Pool(1, 1, 4, slots=40, page_size=4)
+    a, b = pool.table(room=4), pool.table(room=3)
+    a.most, b.most = 6, 3
+    assert (a.promised, b.promised, pool.promised) == (4, 3, 7)
+    a.take(7 * 4)                                        # four of its own, three that nobody was promised
+    with pytest.raises(PoolFull, match='1 wanted, 3 of 10 free, 3 of them promised to others'): a.take(1)
+    assert a.used == 28 and a.promised == 0
+    b.take(3 * 4)
+    with pytest.raises(PoolFull, match='0 of 10 free'): b.take(1)
+    a.drop(np.arange(8))
+    assert a.promised == 0 and pool.pages.free == 2
+    b.take(8)
+    check_pool(pool)
+    b.release()
+    b = pool.table(room=11)
+    b.most = 11
+    with pytest.raises(PastaError, match='more pages are promised than free'): check_pool(pool)

@@ -1,6 +1,9 @@
 "Registers and liveness: the rule straight from its formula, keys deleted from a cache, brute-force last uses, colourings."
+import ast
+import copy
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -14,11 +17,11 @@ from pasta_lib.masks import dense_mask, layout_logits, leak_test
 from pasta_lib.models import add_tokens, chat_ids, load
 from pasta_lib.registers import (POLICIES, Allocation, GeminiSteps, LastUse, Program, RegisterError, Registers, Stay, Step,
                                  StepAnnotator, allocate, annotate_steps, bare_layout, cut_steps, draw_forgetting,
-                                 draw_registers, encode_steps, forgetting_costs, forgetting_tree, last_felt, last_uses,
-                                 live_steps, live_tokens, log_likelihoods, number_steps, numbers_in, open_step,
-                                 program_step, read_needs, register_ids, register_table, register_text, register_tokens,
+                                 draw_registers, encode_steps, forgetting_costs, forgetting_tree, joint_costs, last_felt,
+                                 last_uses, live_steps, live_tokens, log_likelihoods, number_steps, numbers_in, open_step,
+                                 program_step, program_steps, prolonged, read_needs, register_ids, register_table, register_text, register_tokens,
                                  registers_cost, stays, tip_layout, token_stays, verify_steps, with_registers,
-                                 worked_solution)
+                                 whole_statements, worked_solution)
 from pasta_lib.segments import IGNORE, Layout, SegmentTable, pack
 from pasta_lib.tags import GrammarError, parse, plain
 
@@ -282,14 +285,110 @@ def test_cuts(text, by, want): assert cut_steps(text, by) == want
 
 
 @pytest.mark.parametrize('line, defines, extends, uses', [
-    ('x = f(a, b)', 'x', '', 'f a b'), ('x,y = y, x', 'x y', '', 'y x'), ('(x, y) = p', 'x y', '', 'p'), ('x += a', 'x', '', 'a x'),
-    ('x //= a', 'x', '', 'a x'), ('a[i + 1] = x', '', 'a', 'i x'), ('a.b = x', '', 'a', 'x'), ('a.append(x)', '', 'a', 'a x'),
-    ('print(a == b)', '', '', 'print a b'), ('if a <= b: c', '', '', 'if a b c'), ('x = "a b" # c', 'x', '', ''),
-    ('x = a.b', 'x', '', 'a'), ('3.5', '', '', ''), ('', '', '', ''), ('x = y == z', 'x', '', 'y z'), ('größe = é', 'größe', '', 'é')])
+    ('x = f(a, b)', 'x', 'a b', 'f a b'), ('x,y = y, x', 'x y', '', 'y x'), ('(x, y) = p', 'x y', 'p', 'p'), ('x += a', 'x', 'a', 'a x'),
+    ('x //= a', 'x', 'a', 'a x'), ('a[i + 1] = x', '', 'a x', 'a i x'), ('a.b = x', '', 'a x', 'a x'), ('a.append(x)', '', 'a x', 'a x'),
+    ('print(a == b)', '', '', 'print a b'), ('x = "a b" # c', 'x', '', ''), ('x <<= 1', 'x', '', 'x'), ('a = 1; b = 2', 'a b', '', ''),
+    ('x = a.b', 'x', '', 'a'), ('3.5', '', '', ''), ('', '', '', ''), ('x = y == z', 'x', '', 'y z'), ('größe = é', 'größe', '', 'é'),
+    ('print(f"{a}")', '', '', 'print a'), ('a = b = 3', 'a b', '', ''), ('a[0].append(5)', '', 'a', 'a'), ('b = a.pop()', 'b', 'a', 'a'),
+    ('heapq.heappush(h, 1)', '', 'h heapq', 'heapq h'), ('print((y := 2))', '', 'y', 'print'), ('x = """a\nb"""', 'x', '', ''),
+    ('print(1, end="")', '', '', 'print'), ('print(x, file=f)', '', 'f x', 'print x f'), ('y = 2x + 1', 'y', 'x', 'x'), ('del a[i]', '', 'a', 'a i'),
+    ('x: int = n', 'x', '', 'int n'), ('x: int', '', '', 'int'), ('from math import pi, sqrt as s', '', 'pi s', ''), ('[f(i) for i in a]', '', 'a i', 'f i a'),
+    ('z = math.sqrt(2) + len(a)', 'z', '', 'math len a'), ('a, *b = c', 'a b', 'c', 'c'), ('print(*a)', '', 'a', 'print a'), ('1 in a', '', 'a', 'a'),
+    ('s = sum(i * k for i in a)', 's', 'a i k', 'sum a i k'), ('a.sort(key=lambda p: p[0])', '', 'a p', 'a p'), ('import a.b', '', 'a', '')])
 def test_program_step(line, defines, extends, uses):
     step = program_step(line)
-    assert (step.defines, step.extends) == (tuple(defines.split()), tuple(extends.split())) and step.text == line
+    assert (step.defines, step.extends) == (tuple(defines.split()), tuple(sorted(extends.split()))) and step.text == line
     assert sorted(step.uses) == sorted(uses.split())
+
+
+@pytest.mark.parametrize('line', ['if a <= b: c', 'for i in a: print(i)', 'def f(): pass', 'f = lambda: a', 'g = (i for i in a)', 'exec("a = 1")', 'x = eval("a")',
+                                  'from os import *', 'so x is 3', 'x = 3, y = x', 'x = 1 if', 'f = max(lambda: a, 1)', 'await x', '(' * 300, 'a\0b'])
+def test_what_is_no_straight_line_is_dropped(line):
+    with pytest.raises(Drop) as drop: program_step(line)
+    assert drop.value.reason == 'not straight-line'
+    with pytest.raises(Drop): Program()(dict(id=1, response=line))
+
+
+@pytest.mark.parametrize('program, changed', [
+    ('a = [1]\nb = a\nb.append(2)', 'a b'), ('a = [[1]]\nb = a[0]\na = 3\nb.append(2)', 'b'), ('a = 3\nb = [a]\nb.append(a)', 'b'),
+    ('a = [1]\nb = []\nb.append(a)\na.append(1)', 'a b'), ('a = [1]\np = a.append\np(2)', 'a p'), ('a = b = []\na += [1]', 'b'), ('a = 1\nb = a\na += 1', ''),
+    ('a, *b = 1, 2\nb.append(3)', 'a b'), ('a = {}\nb = f(a)\nb[1] = 2', 'a b'), ('len = f\na = 3\nlen(a)', 'f len'), ('a = 1\nf(a := [])\nb = a\nb.append(1)', 'a b'),
+    ('a = iter([1])\n(b, (c, d)) = 1, a', 'a'), ('a = "x"\na.upper()', ''), ('import random as r\nfrom random import seed\nseed(0)', 'r random seed')])
+def test_what_shares_a_value_changes_with_it(program, changed):
+    assert ' '.join(program_steps('', program.split('\n'))[-1].extends) == changed
+
+
+LINES = ['{0} = [1]', '{0} = {1}', '{0} = [{1}, {2}]', '{0} = {1} + {1}', 'if isinstance({0}, list): pass', '{0}.append({1})', '{0}[0] = {1}', '{0} += [{1}]', '{0} = {1}[-1]',
+         '{0} = {1}.pop()', '{0}[0].append(5)', '{0}, {1} = {1}, {0}', '{0} = {1} = {2}', '({0} := {1})', '{0} = iter({1})', '{0} = list({1})', '{0} = next({1})',
+         '{0} = sum(1 for _ in {1})', '{0}.extend([{1}])', '{0} = 1; {1} = {0}', '{0}, *{1} = {2}', 'print(f"{{{0}}}")', '{0} = {1} in {2}', '{0} = {1}.append', '{0}({1})',
+         'heapq.heappush({0}, {1})', '{0} += 2', '{0} = dict(a={1})', '{0}["a"] = {1}', 'del {0}[0]', '{0} = {1}["a"]', '{0} = 7', '{0} = f"{{{1}}}"', '{0} = max({1}, {2})']
+
+
+def small(value, most=60):
+    "Has it few parts? A list in itself has not."
+    todo = [value]
+    for _ in range(most):
+        if not todo: return True
+        value = todo.pop()
+        if isinstance(value, str) and len(value) > 200: return False
+        if isinstance(value, (list, tuple)): todo += value
+        if isinstance(value, dict): todo += value.values()
+        if hasattr(value, '__next__'): todo += value.__reduce__()[1]
+        if isinstance(getattr(value, '__self__', None), (list, dict)): todo.append(value.__self__)
+    return False
+
+
+def seen(value, depth=0):
+    "What a value shows, without using it up: iterators are copied."
+    if depth > 4: return '…'
+    if isinstance(value, (list, tuple)): return [seen(v, depth + 1) for v in value]
+    if isinstance(value, dict): return [(k, seen(v, depth + 1)) for k, v in value.items()]
+    if hasattr(value, '__self__') and not isinstance(value.__self__, type(ast)): return seen(value.__self__, depth + 1)
+    if not hasattr(value, '__next__'): return repr(value)
+    try: return repr(value.__reduce__())
+    except RuntimeError: return 'an iterator of a dict that has grown'
+
+
+def test_no_program_loses_what_it_reads():
+    "Random programs are run: whatever last changed a value that a step reads must be live there."
+    import contextlib, heapq, io
+    checked = 0
+    for seed in range(500):
+        rng, lines, world, touched, needs = random.Random(seed), [], dict(heapq=heapq), {}, []
+        for line in ['a = [1]', 'b = [[2], 3]', 'c = 4'] + [rng.choice(LINES).format(*(rng.choice('abc') for _ in range(3))) for _ in range(24)]:
+            if line.startswith('if'): continue
+            before = {k: seen(world[k]) for k in 'abc' if k in world}
+            try:
+                trial = copy.deepcopy({k: world[k] for k in 'abc' if k in world}) | dict(heapq=heapq)
+                with contextlib.redirect_stdout(io.StringIO()): exec(line, {}, trial)
+                if not all(small(trial[k]) for k in 'abc' if k in trial): continue
+            except Exception: continue
+            with contextlib.redirect_stdout(io.StringIO()): exec(line, {}, world)
+            n = len(lines)
+            lines.append(line)
+            every = [m for m in ast.walk(ast.parse(line)) if isinstance(m, ast.Name)]
+            read, stored = ({m.id for m in every if isinstance(m.ctx, ast.Store) is s} for s in (False, True))
+            read |= {line[0]} if line[2:4] == '+=' else set()
+            needs += [(touched[k], n, k) for k in read if k in touched]
+            for k in 'abc':
+                if k in world and (k in stored or before.get(k) != seen(world[k])): touched[k] = n
+        last = last_uses(program_steps('', lines))
+        for j, i, name in needs: assert last[j] >= i, (name, j, i, list(enumerate(lines)))
+        checked += len(needs)
+    assert checked > 4000
+
+
+def test_a_statement_over_lines_is_one_step():
+    text = 'a = """one\ntwo = 2\n"""\n\nb = [\n 1,\n 2]\n# note\nprint(a, b)'
+    row = Program()(dict(id=1, response=text))
+    assert re.split('<reg_.>', row['tagged_text'])[1:] == ['a = """one\ntwo = 2\n"""\n\n', 'b = [\n 1,\n 2]\n', '# note\n', 'print(a, b)']
+    assert row['last'] == [3, 3, 2, 3] and whole_statements(['so\n', 'it is']) == ['so\n', 'it is'] and whole_statements([]) == []
+
+
+def test_programs_keep_their_few_registers():
+    "Safe must not mean everything: numbers and texts share nothing."
+    row = Program()(dict(id=1, response='import math\na = 2\nb = math.sqrt(a)\nc = round(b * a, 2)\nd = f"{c}"\ne = len(d)\ne += 1\nprint(e)'))
+    assert row['last'] == [2, 3, 3, 4, 5, 6, 7, 7]
 
 
 def test_programs_run_the_same_with_what_is_held():
@@ -320,8 +419,46 @@ def test_rows_may_bring_their_steps():
     with pytest.raises(Drop, match='text differs'): Program()(dict(id=0, response='p;q;', steps=steps))
 
 
+BAD = [(dict(response='a', steps=[dict(text='a', uses=None)]), 'not a list of names'), (dict(response='a', steps=[dict(text=5)]), 'not a list of steps'),
+       (dict(response='a', steps=[dict(text='a', defines='total')]), 'not a list of names'), (dict(response='a', steps=[dict(text='a', uses=[1])]), 'not a list of names'),
+       (dict(response='a', steps=3), 'not a list of steps'), (dict(response='a', steps=['a']), 'not a list of steps'), (dict(response='a', steps=[]), 'text differs'),
+       (dict(response='a', prompt=5), 'prompt is no text'), (dict(response='a \ud800'), 'half a character'), (dict(response=5), 'no response')]
+
+
+def test_bad_rows_are_dropped_and_the_job_goes_on(tmp_path, reg):
+    for n, (row, reason) in enumerate(BAD):
+        with pytest.raises(Drop) as drop: Program()(dict(id=n) | row)
+        assert drop.value.reason == reason
+    rows = [dict(id=n) | row for n, (row, _) in enumerate(BAD)] + [dict(id='good', response='a = 1')]
+    assert annotate_steps(rows, Program(), tmp_path / 'a.jsonl', progress=False).written == 1
+    long = [dict(id=1, response='It is ' + '9' * 5000), dict(id=2, response='.' + '9' * 5000), dict(id=3, prompt='9' * 5000, response='1'), dict(id=4, response='1')]
+    report = annotate_steps(long, Program(reads=number_steps), tmp_path / 'b.jsonl', progress=False)
+    assert (report.written, report.dropped) == (1, {'number too long': 3})
+    for row, reason in BAD[-3:]:
+        with pytest.raises(Drop) as drop: LastUse(*reg[:2])(dict(id=1) | row)
+        assert drop.value.reason == reason
+    assert Program()(dict(id=1, response='x = ' + '9' * 5000))['registers'] == 1
+
+
+@pytest.mark.parametrize('options', [dict(wait=1.5), dict(wait=-1), dict(registers='3'), dict(registers=0), dict(registers=True), dict(policy='x'), dict(spill='x'),
+                                     dict(by='words'), dict(threshold=float('nan')), dict(threshold='2'), dict(bound=float('nan')), dict(bound=-1), dict(most=0), dict(repairs=.5)])
+def test_options_that_make_no_sense(options):
+    with pytest.raises(RegisterError): LastUse(None, None, **options)
+
+
+def test_reading_takes_linear_time():
+    start = time.process_time()
+    assert len(numbers_in('1 ' * 40000)) == 1 and len(numbers_in('1' + ',111' * 20000 + '1')) == 3 and numbers_in('<' * 40000) == {}
+    with pytest.raises(Drop): program_step('a' + ' ' * 40000 + 'b')
+    with pytest.raises(Drop): program_step('a =' + ' ' * 40000 + '"')
+    assert len(cut_steps('a\n' + ' \n' * 20000)) == 1 and len(cut_steps('a\n' * 20000)) == 20000
+    assert len(read_needs('1:' + ' ' * 40000 + '\n2: 1', 2)) == 2
+    assert time.process_time() - start < 5
+
+
 def test_number_steps():
     assert numbers_in('1,200.50 and $.5 = *3* x2 4.') == {'2401/2': False, '1/2': False, '3': True, '4': False}
+    assert numbers_in('1,200, then 1,2,300.5 or 12,345,67 = $ 5') == {str(n): n == 5 for n in (1200, 1, 2)} | {'601/2': False, '12': False, '345': False, '67': False, '5': True}
     texts = ['48/2 = <<48/2=24>>24 clips.\n', 'Also 10.\n', '48 + 24 = $72.\n', '10 x 72 = 720']
     assert last_uses(number_steps('48 friends', texts)) == [2, 3, 3, 3]
     assert last_uses(number_steps('5 and 6', ['5 + 5 = 10', '6 + 4 = 10', '10 it is'])) == [2, 2, 2]     # which 10? keep both
@@ -381,7 +518,7 @@ def test_costs_and_last_felt(reg):
     assert costs[2, 0] == pytest.approx(a - b, abs=1e-3)
     assert last_felt(np.array([[0, 0, 0], [3, 0, 0], [1, 5, 0]]), 2) == [1, 2, 2] and last_felt(np.zeros((0, 0)), 1) == []
     with pytest.raises(Drop, match='too long'): forgetting_costs(model, tok, 'Count', texts, most=20)
-    row = LastUse(model, tok, threshold=1e9)(dict(id=0, prompt='Count', response=''.join(texts)))
+    row = LastUse(model, tok, threshold=1e9, bound=float('inf'))(dict(id=0, prompt='Count', response=''.join(texts)))
     assert row['annotator'] == 'last use' and row['last'] == [0, 1, 2] and row['registers'] == 1
     cost, share = registers_cost(model, tok, row)
     assert np.isfinite(cost) and 0 < share < 1
@@ -402,8 +539,39 @@ def test_smollm2_misses_what_is_needed(smollm2):
     assert cost < .1 < .5 < bad and share < .85
 
 
+@pytest.mark.smollm2
+def test_a_value_said_twice_is_not_lost(smollm2):
+    said = ['Ben picks 14 + 9 = 23 plums.\n'] * 2 + ['The pies take 5 * 4 = 20 plums.\n', 'Together they pick 14 + 23 = 37 plums.\n', 'So 37 - 20 = 17 plums are left.\n']
+    prompt = 'Ann picks 14 plums, and Ben picks 9 more than Ann. Cleo bakes 5 pies with 4 plums each. How many plums are left?'
+    row = dict(id=0, prompt=prompt, response=''.join(said))
+    assert joint_costs(*smollm2, prompt, said, allocate([1, 2, 4, 4, 4]))[3] > 10       # what hiding one at a time says
+    made = LastUse(*smollm2)(row)
+    assert made['last'] == [1, 3, 4, 4, 4]
+    assert joint_costs(*smollm2, prompt, said, allocate(made['last'])).max() <= 4
+
+
+def test_joint_costs_and_prolonged(reg):
+    model, tok, _ = reg
+    texts = ['One is 1.\n', 'Two is 2.\n', 'Three.']
+    assert joint_costs(model, tok, 'Count', texts, allocate([2, 2, 2])) == pytest.approx(np.zeros(3), abs=1e-4)
+    made, costs = allocate([2, 1, 2]), forgetting_costs(model, tok, 'Count', texts)        # only step 1 is hidden, from step 2
+    row, forgetful = dict(id=1, prompt='Count', response=''.join(texts)), dict(threshold=1e9, bound=0)
+    for options in (dict(repairs=0), dict(registers=1, spill='ends last')):
+        with pytest.raises(Drop, match='forgets too much .step . loses .* nats'): LastUse(model, tok, **forgetful, **options)(row)
+    assert made.registers == [0, 1, 1] and joint_costs(model, tok, 'Count', texts, made)[2] == pytest.approx(costs[2, 1], abs=.5)
+    texts = ['a 5', 'b 5', 'c', 'd', 'e 5']
+    assert prolonged([0, 1, 2, 3, 4], texts, allocate(range(5)), 4) == [0, 4, 2, 3, 4]
+    assert prolonged([0, 1, 2, 3, 4], texts, allocate(range(5)), 3) == [0, 1, 3, 3, 4] and prolonged([4] * 5, texts, allocate([4] * 5), 4) is None
+
+
+@pytest.mark.parametrize('said', ['1:\n2: 1\n3: 1 2', '1: none\n2: step 1\n3: Steps 1 and 2.', '1. \n2. 1\n3. 1, 2', '**1:**\n**2:** 1\n**3**: 1 & 2', '- 1: -\n- 2: (1)\n- 3: 1; 2',
+                                  'Step 1: Nothing.\nStep 2: 1.\nStep 3: step 1, step 2', '1) \n2) 1\n\n3) 2 1\n'])
+def test_needs_in_other_words(said): assert last_uses(read_needs(said, 3)) == [2, 2, 2] and [len(s.uses) for s in read_needs(said, 3)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize('said, reason', [
-    ('', 'not one line per step'), ('1:\n3: 1', 'not one line per step'), ('1:\n2: one', 'not one line per step'), ('1:', 'not one line per step'),
+    ('1:\n2: 1-1', 'not one line per step'), ('1:\n2.1', 'not one line per step'), ('1:\n2: 1.5', 'not one line per step'), ('1:\n2: ' + '9' * 5000, 'not one line per step'),
+    ('1:\n2: ²', 'not one line per step'), ('', 'not one line per step'), ('1:\n3: 1', 'not one line per step'), ('1:\n2: one', 'not one line per step'), ('1:', 'not one line per step'),
     ('1:\n2: 1\n3:', 'not one line per step'), ('1: 1\n2:', 'needs a step that is not before it'), ('1:\n2: 0', 'needs a step that is not before it')])
 def test_needs_that_cannot_be(said, reason):
     with pytest.raises(Drop) as drop: read_needs(said, 2)
@@ -446,6 +614,12 @@ def test_register_table():
     assert token_stays(layout) == [Stay(1, 0, 3, 5, 8), Stay(2, 1, 5, 8, 10, False), Stay(3, 0, 8, 10, 10, False)]
     assert [line.split() for line in register_table(layout).split('\n')[1:]] == [
         ['1', 'reg_0', '3-4', '8'], ['2', 'reg_1', '5-7', '-'], ['3', 'reg_0', '8-9', '-']]
+    lines = register_table(bare_layout([1, 2], '<reg_0><reg_1>x', tok := load('tiny')[1])).split('\n')
+    assert [line.split() for line in lines[1:]] == [['1', 'reg_0', '-', '-'], ['2', 'reg_1', '2-2', '-']]
+    unfed = tip_layout([1, 2], [100, 3], REGS)                     # the step that a last register token, never fed, has opened
+    unfed.table.open((1,), 'step 2: reg_0', without=(1,))
+    assert token_stays(unfed) == [Stay(1, 0, 2, 4, 4), Stay(2, 0, 4, 4, 4, False)] and '2     reg_0     -       -' in register_table(unfed)
+    assert token_stays(bare_layout([1, 2], '<reg_0>a<reg_0><reg_0>b', tok)) == [Stay(1, 0, 2, 3, 3), Stay(2, 0, 3, 3, 3), Stay(3, 0, 3, 4, 4, False)]
 
 
 def test_pictures():

@@ -295,7 +295,10 @@ def test_fork_reader():
     ('<reg_03><reg_ 3 >', [Register(3)] * 2, ['spelling'] * 2),
     ('</reg_3>', [], ['no-such-end']),
     ('<reg_3', [], ['unfinished-tag']),
-    ('<reg_' + '1' * 30 + '>', [Text('<reg_' + '1' * 30 + '>')], []),
+    ('<reg_' + '1' * 30 + '>a', [Text('a')], ['register-out-of-range']),
+    ('<reg_' + '9' * 2040 + '>a', [Text('a')], ['register-out-of-range']),
+    ('<reg_' + '1' * 30 + 'x>', [Text('<reg_' + '1' * 30 + 'x>')], []),
+    ('<REG_0>', [Text('<REG_0>')], []),                                  # as <SYNC/> in Pasta-Lang: names are written small
     ('`<reg_3>` &lt;reg_3> <regs>', [Text('`<reg_3>` <reg_3> <regs>')], []),
     ('<sync/>', [Text('<sync/>')], []),
 ])

@@ -16,7 +16,7 @@ from pasta_lib.jobs import Drop, read_jsonl, write_jsonl
 from pasta_lib.models import chat_ids
 from pasta_lib.pasta import pasta
 from pasta_lib.pool import PoolFull, check_pool
-from pasta_lib.tasks import (KINDS, MANNERS, MOST_MADE, READERS, SOURCES, TEMPLATES, TOPICS, Seen, TaskError, answer_row, draw_prompts, final_number, flow,
+from pasta_lib.tasks import (KINDS, MANNERS, MOST_MADE, READERS, SOURCES, TEMPLATES, TOPICS, Seen, TaskError, answer_row, draw_prompts, final_number, flow, number_text,
                              in_order, load_prompts, loop_share, made_prompts, messages, row_seed, sample_answers, self_prompts, usable,
                              usable_answer, usable_prompt, user_turn)
 
@@ -32,7 +32,7 @@ def engine(tiny): return Engine(*tiny, slots=2048)
     ('#### -$5.25', -5.25), ('#### **42**', 42), ('####\n7', 7), ('#### 5 apples and 6 pears', 5), ('#### 20%', 20), ('#### .5', .5),
     ('x #### 3 y #### 4', 4), ('#### none, so 9', 9), ('#### Step 4: add\nThe answer is 12.', 12),
     (r'\boxed{7}', 7), (r'$\boxed{\frac{3}{4}}$ of 10', .75), (r'\boxed{x = 1{,}200\text{ cm}}', 1200), (r'\boxed{5} then \boxed{6} of 7', 6),
-    (r'\boxed{\$12.50}', 12.5), (r'\boxed{\dfrac{6}{3}}', 2), (r'\boxed{{3}}', 3), (r'\boxed{8', 8), (r'\boxed{} so 4', 4), (r'\boxed{1\,024}', 1024),
+    (r'\boxed{\$12.50}', 12.5), (r'\boxed{\dfrac{6}{3}}', 2), (r'\boxed{{3}}', 3), (r'\boxed{8', None), (r'\boxed{7} or \boxed{8', None), (r'the answer: 5\boxed{', None), (r'\boxed{} so 4', 4), (r'\boxed{1\,024}', 1024),
     ('The answer is 5 because 3 + 2.', 5), ('the final answer is: **$18** per 3 days', 18), ('Answer: -7. (Not 8.)', -7), ('ANSWER = 2.5 of 9', 2.5),
     ('The answer is 3. No, the answer is 4, I checked 10 times.', 4),
     ('She has 12.', 12), ('He pays 12, not more', 12), ('1,2345', 2345), ('lists 1, 2, 3', 3), ('3-4', 4), ('from 5 - 3', 3), ('it is -3 degrees', -3),
@@ -52,7 +52,15 @@ def test_final_number_reads_what_was_written(whole, cents, frame):
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet='0123456789.,-/$#{}\\boxedfrac answer is:'))
-def test_final_number_takes_any_text(text): assert isinstance(final_number(text), (int, float, type(None)))
+def test_final_number_takes_any_text(text):
+    found, written = final_number(text), number_text(text)
+    assert isinstance(found, (int, float, type(None))) and (written is None or final_number(written) == found)
+
+
+@pytest.mark.parametrize('text, written', [
+    ('so 50%', '50%'), (r'so 50\%.', '50%'), ('so 50 % of it', '50%'), ('$1,200 each', '1,200'), ('so \u22123', '-3'), ('is 3/4', '3/4'), (r'\frac{3}{4}', '3/4'),
+    ('12:30', None), ('2x+1', None), ('2 * 3', None), ('2*3 = 6', '6'), ('Answer: 5', '5'), (r'\boxed{7', None), ('none', None), ('9' * 301, None)])
+def test_numbers_as_they_are_written(text, written): assert number_text(text) == written
 
 
 @pytest.mark.parametrize('text', ['9' * 5000, '9' * 400 + '.5', '1/' + '9' * 5000, '#### ' + '9' * 5000, '\\boxed{' + '9' * 301 + '}', '.' + '9' * 5000])

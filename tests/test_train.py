@@ -275,7 +275,7 @@ def test_baselines_differ_from_pasta_only_where_they_must():
 
 
 # --- registers --------------------------------------------------------------------------------------------------------
-THOUGHTS = ['<reg_0>one <reg_1>two <reg_0>three', 'before <reg_2>x<reg_2>y<reg_2>z', 'no register at all', '<reg_3>a', '<reg_0><reg_0><reg_1>']
+THOUGHTS = ['<reg_0>one <reg_1>two <reg_0>three', 'before <reg_2>x<reg_2>y<reg_2>z', 'only <reg_1>the end', '<reg_3>a', '<reg_0><reg_0><reg_1>']
 
 
 def thoughts(): return [dict(id=str(n), prompt=f'q{n}', response=f'plain {n}', tagged_text=text) for n, text in enumerate(THOUGHTS)]
