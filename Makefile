@@ -24,6 +24,9 @@ py := $(VENV)/bin/python
 pip := $(py) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 metadata := setup.py settings.ini constraints.txt
 
+# Packages are installed uncompiled, so whoever first imports a module must be allowed to write down what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test docs notebooks export check clean distclean env-demo env
 .DEFAULT_GOAL := demo
 
@@ -59,7 +62,7 @@ demo: env-demo
 	@$(VENV)/bin/pasta demo
 
 test: env
-	$(py) -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --dist loadfile $(COVERAGE))
+	$(py) -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --dist worksteal $(COVERAGE))
 
 docs: env
 	$(py) tools/docs.py

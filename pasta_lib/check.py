@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CHECKS', 'PROMPTS', 'TIE', 'STORY', 'OUTLINE', 'Check', 'check', 'generate', 'Subject', 'gap', 'differing',
            'uncached', 'borrowed_voice', 'script_pieces', 'script_of', 'parity', 'moved', 'reasoning', 'policies',
-           'random_layout', 'unfold', 'in_bf16', 'Row', 'Report', 'examine', 'self_check', 'show_report']
+           'in_float64', 'or_float64', 'borrowed', 'plans', 'blocks', 'unlike', 'random_layout', 'unfold', 'in_bf16',
+           'Row', 'Report', 'examine', 'self_check', 'show_report']
 
 # %% ../nbs/61_check.ipynb #61check-002
 import copy, math, time
@@ -17,12 +18,15 @@ import torch
 from .segments import Layout, pack, pasta_layout
 from .tags import Piece, TagIds, TagVocab, encode_promise
 from .masks import block_mask, dense_mask, leak_test, mask_mod
-from .models import cast, chat_ids, check_supported
+from .models import cast, chat_ids, check_supported, literal_ids
 from .pool import check_pool
 from .engine import Driver, Engine, Request, Result, ar, eos_ids, replay, replay_deviation, run
 from .pasta import Voice, guided, pasta
 from .eviction import dense, paged_h2o, streaming_llm, tip
 from .registers import tip_layout
+from .diffusion import drift, replay_noisy
+from .planned import PlanIds, planned
+from .buffer import cache_deviation, multi_block, single_block
 
 # %% ../nbs/61_check.ipynb #61check-005
 @dataclass(frozen=True)
@@ -332,6 +336,100 @@ def _(on):
 def _(on):
     requests = [f(p, max_new_tokens=on.new) for p in on.prompts[:2] for f in (dense, partial(tip, registers={}))]
     return on.differing([t for t in on.reference[:2] for _ in (0, 1)], on.tokens(requests))
+
+# %% ../nbs/61_check.ipynb #61check-082
+def in_float64(on: Subject) -> Subject:
+    "The subject with its weights in float64."
+    exact = copy.copy(on)
+    exact.model = cast(copy.deepcopy(on.model), torch.float64)
+    return exact
+
+def or_float64(tolerance: float = 0.0) -> Callable:
+    "A decorator of measures: a deviation beyond the tolerance is measured again in float64, the runtime included."
+    def decorate(measure):
+        def measured(on):
+            worst = measure(on)
+            if worst <= tolerance: return worst
+            return measure(in_float64(on)), f'in float64; {worst:.2g} in float32'
+        return measured
+    return decorate
+
+# %% ../nbs/61_check.ipynb #61check-084
+def borrowed(on: Subject, count: int, *texts: str) -> list[int]:
+    "So many ids that the prompts and these texts don't use, and that are ordinary tokens."
+    used = {i for prompt in on.prompts for i in prompt}
+    if not on.tokenizer: return [i for i in range(on.facts.vocab) if i not in used][-count:]
+    used |= {i for text in texts for i in literal_ids(on.tokenizer, text)} | {*on.tokenizer.all_special_ids, *on.tokenizer.added_tokens_decoder}
+    return [i for i in range(min(on.facts.vocab, len(on.tokenizer))) if i not in used][-count:]
+
+def plans(on: Subject, **options) -> list[Request]:
+    "Two requests that plan two spans, denoise them, and go on."
+    texts = ' sun 1 ', ' rain 2 ', ' So'
+    tags = PlanIds(*borrowed(on, 7, *texts))
+    sun, rain, so = (literal_ids(on.tokenizer, text) for text in texts)
+    said = [tags.topic, *sun, tags.topic_end, tags.topic, *rain, tags.topic_end, tags.sync, *so]
+    asked = dict(tags=tags, script={'main': said}, steps_ratio=.2, max_new_tokens=len(said) + 36, ignore_eos=True)
+    return [planned(prompt, **asked | options) for prompt in on.prompts[:2]]
+
+def blocks(on: Subject, make=multi_block, count: int = 2, **options) -> list[Request]:
+    "Requests that are answered block by block."
+    asked = dict(block=4, mask=borrowed(on, 1)[0], max_new_tokens=10, ignore_eos=True, tau_m2t=.3)
+    return [make(prompt, **asked | options) for prompt in on.prompts[:count]]
+
+# %% ../nbs/61_check.ipynb #61check-087
+@check('replay of denoised spans', 'planned', 1e-4, words=True)
+@or_float64(1e-4)
+def _(on): return max(replay_noisy(on.model, r) for r in on.run(plans(on), keep_logits=True))
+
+@check('plans alone as in company', 'planned', words=True)
+@or_float64()
+def _(on):
+    alone, together = [on.tokens([r])[0] for r in plans(on)], on.tokens(plans(on))
+    return sum(len(a) != len(b) or sum(x != y for x, y in zip(a, b)) for a, b in zip(alone, together))
+
+@check('exact commits of spans', 'planned', 1e-4, words=True)
+@or_float64(1e-4)
+def _(on):
+    seen = [drift(on.model, r) for r in on.run(plans(on), keep_logits=True)]
+    return max(d.largest if d.tokens else math.inf for d in seen)
+
+# %% ../nbs/61_check.ipynb #61check-089
+@check('replay of denoised blocks', 'blocks', 1e-4)
+@or_float64(1e-4)
+def _(on):
+    requests = blocks(on, tau_t2t=.3, eager=True) + blocks(on, single_block, 1, commit='fused')
+    return max(replay_noisy(on.model, r) for r in on.run(requests, keep_logits=True))
+
+@check('the cache after commits', 'blocks', 1e-4)
+@or_float64(1e-4)
+def _(on):
+    driver, seen = Driver(on.engine(), blocks(on)), []
+    while driver.waiting or driver.running:
+        driver.turn()
+        for h in (job.h for job in driver.running if job.h and 'trace' in job.h.counts):
+            if (commits := h.counts['trace'].commits) and commits[-1][0] == h.forwards: seen.append(cache_deviation(h))
+        if error := next((r.error for r in driver.finished() if r.error), None): raise error
+    return max(seen, default=math.inf)
+
+# %% ../nbs/61_check.ipynb #61check-090
+def unlike(some: list[Result], others: list[Result]) -> int:
+    "Tokens that differ, and forwards."
+    return sum(sum(x != y for x, y in zip(a.token_ids, b.token_ids)) + abs(len(a.token_ids) - len(b.token_ids)) +
+               abs(a.forwards - b.forwards) for a, b in zip(some, others, strict=True))
+
+@check('a buffer of one block', 'blocks')
+@or_float64()
+def _(on): return unlike(on.run(blocks(on, buffer=1)), on.run(blocks(on, single_block)))
+
+@check('dummies change nothing', 'blocks')
+@or_float64()
+def _(on): return unlike(on.run(blocks(on)), on.run(blocks(on, static=False)))
+
+@check('blocks of one token, in order', 'blocks')
+def _(on):
+    r, = on.run(blocks(on, single_block, 1, block=1, max_new_tokens=6))
+    order = [place for _, place, _ in r.counts['trace'].reveals]
+    return sum(a != b for a, b in zip(order, range(6))) + abs(len(order) - 6)
 
 # %% ../nbs/61_check.ipynb #61check-039
 def random_layout(rng, vocab: int = 50) -> Layout:

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['LABELS', 'RULES', 'SIZES', 'KINDS', 'LIMITS', 'START_KINDS', 'BON_KINDS', 'MODEL', 'SFT', 'START', 'BON',
-           'TINY_CHECKPOINTS', 'REAL_CHECKPOINTS', 'FOLDED', 'COLOURS', 'DRAW', 'Part', 'Problem', 'make_problem',
-           'marks', 'grade', 'Annotator', 'block', 'apar_tree', 'problem_rows', 'points_at_once', 'request_of',
-           'decode', 'parallelism_of', 'measure', 'TinyScale', 'lam_name', 'tiny_stage_one', 'scored_samples',
-           'pairs_for', 'tiny_stage_two', 'fresh_rows', 'compare_tiny', 'tiny_results', 'save_table', 'read_table',
-           'run_tiny', 'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged', 'claim', 'draw_front', 'draw_knob',
-           'gain', 'training_rows', 'RealScale', 'self_answers', 'is_code', 'percent', 'describe_answers',
-           'repeats_itself', 'spoilt', 'real_pairs', 'real_path', 'real_answers', 'compare_real', 'time_real',
-           'run_real', 'tiny_claims', 'real_claims', 'claims', 'format_claims']
+           'TINY_CHECKPOINTS', 'ASKED', 'REAL_CHECKPOINTS', 'FOLDED', 'COLOURS', 'DRAW', 'Part', 'Problem',
+           'make_problem', 'marks', 'grade', 'Annotator', 'block', 'apar_tree', 'problem_rows', 'points_at_once',
+           'request_of', 'decode', 'parallelism_of', 'measure', 'TinyScale', 'lam_name', 'tiny_stage_one',
+           'scored_samples', 'pairs_for', 'tiny_stage_two', 'fresh_rows', 'compare_tiny', 'tiny_results', 'save_table',
+           'read_table', 'run_tiny', 'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged', 'claim',
+           'draw_front', 'draw_knob', 'gain', 'training_rows', 'RealScale', 'self_answers', 'is_code', 'percent',
+           'describe_answers', 'repeats_itself', 'spoilt', 'real_pairs', 'real_path', 'real_answers', 'compare_real',
+           'time_real', 'run_real', 'tiny_claims', 'real_claims', 'claims', 'format_claims']
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-003
 import csv, json, math, random, re, time
@@ -342,6 +342,7 @@ def evaluate_real(prompts: Sequence[dict], seed: int = 0, folder: str | Path | N
     with tempfile.TemporaryDirectory() as out:
         return compare_real(real_answers(Path(out) / 'eval', prompts, runs, seed=seed), LikelihoodJudge(*load('smollm2', dtype='bfloat16')))
 
+ASKED = 'made:400'                          # what `pasta eval pasta --scale smollm2` asks by default
 REAL_CHECKPOINTS = dict(baseline='smollm2-baseline', pasta='smollm2-pasta', bon='smollm2-pasta-bon')
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-033

@@ -8,7 +8,7 @@ __all__ = ['MetricError', 'Words', 'toy_record', 'Link', 'Leg', 'CriticalPath', 
            'WaitingProfile', 'written_steps', 'waiting_profile', 'geometric_mean', 'arithmetic_mean', 'summary_table',
            'Estimate', 'interval', 'win_rate', 'win_rate_difference', 'fit_logistic', 'length_controlled_win_rate',
            'draw_length_control', 'weighted_wins', 'loops', 'looping_share', 'boxed_answer', 'given_answer',
-           'clean_answer', 'answer_value', 'same_answer', 'reasoning_row']
+           'clean_answer', 'answer_value', 'same_answer', 'reasoning_row', 'aup_trapezoid', 'aup_weighted']
 
 # %% ../nbs/44_metrics.ipynb #44metrics-002
 import math, re, threading
@@ -160,6 +160,8 @@ class _Clock:
         self.time, self.cause, self.main = [None] * n, [-1] * n, {}
         self.own = [[] for _ in record.threads]                # each thread's tokens, in order
         for i, thread in enumerate(record.thread): self.own[thread].append(i)
+        table = getattr(record, 'table', None)
+        self.denoised = [False] * n if table is None else [not table.causal[s] for s in record.segment]
         self.joins = {}                                        # token -> the forks it joins
         for f, thread in enumerate(record.threads):
             if thread.joined is not None: self.joins.setdefault(thread.joined, []).append(f)
@@ -179,6 +181,8 @@ def _set(self, i: int, pred: int) -> bool:
     ends = [self.last(f) for f in forks]
     if None in map(self.at, [pred, *ends]): return False
     if r.kind[i] == 'prompt' or r.step[i] == 0: self.time[i], self.cause[i] = self.at(pred), pred      # no decode step
+    elif self.denoised[i]:                                     # not written after its neighbour: its own step
+        self.time[i], self.cause[i] = max(self.at(pred), r.step[i]), pred
     else:
         sampled = r.kind[i] == 'sampled'
         main = self.at(pred) + 1 if sampled else max(1, self.at(pred))
@@ -638,3 +642,27 @@ def reasoning_row(method: str, samples: Sequence[dict]) -> dict:
     if total.get('seconds') and 'tokens' in total:
         row |= dict(tokens_per_second=total['tokens'] / total['seconds'], seconds=total['seconds'])
     return row
+
+# %% ../nbs/44_metrics.ipynb #44metrics-132
+def aup_trapezoid(tpf: Sequence[float], accuracy: Sequence[float]) -> float:
+    "Area under accuracy (percent) over tokens per forward, by trapezoids from the smallest to the largest; 0 for one point."
+    x, y = _curve(tpf, accuracy)
+    return float((np.diff(x) * (y[1:] + y[:-1])).sum() / 2)
+
+def aup_weighted(tpf: Sequence[float], accuracy: Sequence[float], best: float | None = None) -> float:
+    """ρ₁y₁ + Σ ½(ρᵢ − ρᵢ₋₁)(yᵢWᵢ + yᵢ₋₁Wᵢ₋₁) with W = min(exp(−3(1 − y/y_max)), 1), over points sorted by tokens per forward
+    ρ that aren't more than 5 points below the first. `best`: y_max, by default the best of these points."""
+    x, y = _curve(tpf, accuracy)
+    x, y = x[y >= y[0] - 5], y[y >= y[0] - 5]
+    top = y.max() if best is None else best
+    if not top > 0: raise MetricError(f'a best accuracy of {top}', fix='give percent, above 0')
+    weighed = y * np.minimum(np.exp(-3 * (1 - y / top)), 1)
+    return float(x[0] * y[0] + (np.diff(x) * (weighed[1:] + weighed[:-1])).sum() / 2)
+
+def _curve(tpf, accuracy) -> tuple[np.ndarray, np.ndarray]:
+    "Points sorted by tokens per forward."
+    x, y = _finite(tpf, 'tokens per forward'), _finite(accuracy, 'accuracy')
+    if len(x) != len(y) or not len(x): raise MetricError('a curve needs points', f'{len(x)} and {len(y)}')
+    if (x < 0).any(): raise MetricError('tokens per forward below 0', fix='give tokens / forwards')
+    order = np.argsort(x, kind='stable')
+    return x[order], y[order]

@@ -231,10 +231,10 @@ def draw_registers(found: Sequence[Stay], labels: Sequence[str] = (), rows: str 
 
 # %% ../nbs/20_registers.ipynb #20registers-043
 def cut_steps(text: str, by: str = 'lines') -> list[str]:
-    """A text's steps, which joined are the text: its 'lines', 'sentences' or 'paragraphs'. White space stays with the
-    step before it, and so does a line `#### …`, which only repeats the answer. `RegisterError` for another `by`."""
+    """A text's steps, which joined are the text: its 'lines', 'sentences' or 'paragraphs', or 'results': lines, cut again
+    before each number behind an equals sign. White space stays with the step before it, and so does a line `#### …`, which only repeats the answer. `RegisterError` for another `by`."""
     ends = dict(lines=r'\n+', paragraphs=r'\n[ \t]*\n\s*',
-                sentences=r'(?<=[.!?])["\')\]]*\s+(?=["\'(\[$\\]*[A-Z0-9])|\n+')
+                sentences=r'(?<=[.!?])["\')\]]*\s+(?=["\'(\[$\\]*[A-Z0-9])|\n+', results=r'\n+|= *(?=[$€£]?\.?\d)')
     if by not in ends: raise RegisterError(f'no steps by {by!r}', fix='use ' + ', '.join(ends))
     starts, at, worded = [], 0, False
     for piece in _between(text, ends[by]):

@@ -26,7 +26,7 @@ from typing import get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, linear, pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback
 
@@ -269,7 +269,7 @@ class TrainConfig:
     "What a training run depends on."
     model: str = 'tiny'                # as `load` takes it, or the folder of an earlier run (full model or adapter)
     model_options: dict = field(default_factory=dict)       # more keywords for `load`
-    tags: str = 'compact'              # 'compact' or 'minimal'; 'apar' for APAR's two tokens, 'registers' for TIP's, 'none' for none
+    tags: str = 'compact'              # 'compact' or 'minimal'; 'apar', 'registers' (TIP), 'plan', 'mask'; 'none' for none
     max_tokens: int = 160              # longest promise of the vocabulary
     registers: int = REGISTERS         # how many registers TIP has
     evict: bool = True                 # tip-sft: false keeps the register tokens and forgets nothing
@@ -317,6 +317,23 @@ class TrainConfig:
     correct_kl: bool = True            # tip-grpo: with the gradient of KL(π‖π₀) too
     loss_type: str = 'grpo'            # tip-grpo: grpo, bnpo, dr_grpo or dapo
     slots: int = 16384                 # tip-grpo: of the pool that answers are decoded in
+    block: int = 8                     # block-sft, multitf, d2f: tokens in a block
+    groups: int = 4                    # multitf: most blocks in a group
+    systematic: bool = True            # multitf: every shift of every size of group
+    random_layouts: int = 1            # multitf: random groups beside these (N_rand)
+    copies: int = 1                    # block-sft, multitf, d2f: noisy copies of a text beside its clean one
+    scheduler: str = 'own'             # of mask ratios: chain_uniform, sorted_uniform, d2f or random; 'own': the recipe's
+    rounding: str = 'whole'            # of masked tokens in a block: 'floor', 'ceil' or 'whole'
+    noise_low: float = 0.001           # planned-sft and these: smallest share that is masked
+    noise_high: float = 1.0            # planned-sft and these: largest share
+    noise_margin: float = 0.0          # chain_uniform: ρ
+    noise_bias: float = 1.0            # random: γ
+    easy: float = 0.0                  # share of the steps, the first ones, in which no more than 0.4 is masked
+    weighting: str = 'mean'            # 'mean' over masked tokens; SDAR's 'blocks' or 'weights'
+    oput: float = 0.0                  # weight of OPUT's second branch; 0: without
+    padding: str = 'random'            # planned-sft: behind a span's text 'random' (0 to 10), 'fill', or so many tokens
+    alignment: str = 'aligned'         # planned-sft: 'aligned', 'shifted' or 'shifted_input'
+    divide_ar: bool = False            # planned-sft: divide the plan's terms by t as well
 
 def settings_help() -> str:
     "The settings, one a line: name, default and comment, as they stand above."
@@ -333,7 +350,7 @@ def _one_of(*names): return (lambda x: x in names), f'one of {", ".join(names)}'
 _MANY = 10 ** 7
 ALLOWED = dict(                                  # of each setting: is a value allowed, and in words
     model=(bool, 'a name or a folder'), model_options=(lambda x: all(map(_is_option, x)), 'keywords of the model'),
-    tags=_one_of('none', 'compact', 'minimal', 'apar', 'registers'), registers=_between(1, 10_000), max_tokens=(lambda n: n in range(10, 10_001, 10), 'a multiple of 10'),
+    tags=_one_of('none', 'compact', 'minimal', 'apar', 'registers', 'plan', 'mask'), registers=_between(1, 10_000), max_tokens=(lambda n: n in range(10, 10_001, 10), 'a multiple of 10'),
     limit=_between(0, _MANY), prompt=_one_of('chat', 'raw'), positions=_one_of('predicted', 'constant', 'oracle'),
     constant=_between(1, _MANY), after_sync=_one_of('main', 'max'), max_length=_between(1, _MANY), lora=_between(0, 1024),
     lora_alpha=_between(0, _MANY), new_row_rate=_between(0, 1000), dtype=_one_of('float32', 'bfloat16'),
@@ -343,7 +360,13 @@ ALLOWED = dict(                                  # of each setting: is a value a
     clip=_between(0, _MANY), seed=_between(0, 2 ** 32 - 1), save_every=_between(1, _MANY), alpha=_between(0, 1),
     best_of=_between(2, 10_000), margin=_above(0, _MANY), samples=_between(2, 10_000), passes=_between(1, 1000),
     temperature=_between(1e-4, 1000), max_new_tokens=_between(1, _MANY), grader=(bool, 'a name, or module:function'),
-    kv_weight=_between(0, 1000), kv_base=_one_of('group', 'own'), epsilon=_above(0, 1), beta=_between(0, 1000), loss_type=_one_of(*LOSS_TYPES), slots=_between(1, 10 ** 9))
+    kv_weight=_between(0, 1000), kv_base=_one_of('group', 'own'), epsilon=_above(0, 1), beta=_between(0, 1000), loss_type=_one_of(*LOSS_TYPES), slots=_between(1, 10 ** 9),
+    block=_between(1, 10_000), groups=_between(2, 1000), random_layouts=_between(0, 1000), copies=_between(1, 1000),
+    scheduler=_one_of('own', 'chain_uniform', 'sorted_uniform', 'd2f', 'random'), rounding=_one_of('floor', 'ceil', 'whole'),
+    noise_low=_between(0, 1), noise_high=_above(0, 1), noise_margin=_between(0, .999), noise_bias=_above(0, 1000), easy=_between(0, 1),
+    weighting=_one_of('mean', 'blocks', 'weights'), oput=_between(0, 1000),
+    padding=(lambda x: x in ('random', 'fill') or x.isdecimal(), 'random, fill, or a number'),
+    alignment=_one_of('aligned', 'shifted', 'shifted_input'))
 
 # %% ../nbs/45_train.ipynb #45train-091
 def _allowed(key: str, value):
@@ -409,7 +432,7 @@ def _fit(key: str, value):
 # %% ../nbs/45_train.ipynb #45train-044
 def prepare(name: str = 'tiny', tags: str = 'compact', lora: int | None = None, max_tokens: int = 160, alpha: int = 0,
             dtype='float32', seed: int = 0, registers: int = REGISTERS, **options):
-    """A model that is ready to train, and its tokenizer. `tags`: compact, minimal, apar, registers, or 'none' (no new tokens).
+    """A model that is ready to train, and its tokenizer. `tags`: as in `TrainConfig`.
     `lora`: rank of the adapters; without, all weights are trained. `name` may be the folder of an adapter: that one is trained on."""
     if _is_adapter(name): return _load_adapter(name, dtype, registers if tags == 'registers' else None, **options)
     model, tok = _load(name, dtype, options)
@@ -439,9 +462,14 @@ def _agree(model, registers: int, where):
 def _tokens(tags: str, max_tokens: int, registers: int = REGISTERS) -> Sequence[str]:
     "The tokens that a kind of run adds."
     from pasta_lib.baselines import APAR_TOKENS
+    if tags in ('plan', 'mask'): return _denoising_tokens(tags)
     if tags == 'registers': return register_tokens(registers)
     if tags in ('none', 'apar'): return APAR_TOKENS if tags == 'apar' else ()
     return TagVocab(tags, max_tokens).tokens
+
+def _denoising_tokens(tags: str) -> list[str]:
+    from pasta_lib.planned import MASK, plan_tokens
+    return plan_tokens() if tags == 'plan' else [MASK]
 
 def _is_adapter(name) -> bool: return (Path(name) / 'adapter_config.json').is_file()
 
@@ -522,9 +550,12 @@ def some_rows(layer, usual: Callable, numbers: Tensor, x: Tensor) -> Tensor:
 
 # %% ../nbs/45_train.ipynb #45train-050
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kw):
-    "Attention as two batched products, the query heads of a group side by side; for additive masks (rows, 1, N, keys)."
+    "Attention for additive masks (rows, 1, N, keys): short rows in half precision as two batched products, the query heads of a group side by side."
     rows, heads, n, d = query.shape
     kv, scaling = key.shape[1], d ** -.5 if scaling is None else scaling
+    if query.dtype == torch.float32 or n > 640:               # where torch's own kernel is faster
+        own = (t.repeat_interleave(heads // kv, 1) for t in (key, value))
+        return scaled_dot_product_attention(query, *own, attn_mask=attention_mask, scale=scaling).transpose(1, 2).contiguous(), None
     scores = (query.reshape(rows, kv, -1, d) * scaling) @ key.transpose(-1, -2)
     scores = scores.view(rows, kv, heads // kv, n, -1).add_(attention_mask[:, :, None])
     out = scores.softmax(-1).to(value.dtype).view(rows, kv, heads // kv * n, -1) @ value
@@ -596,9 +627,10 @@ class PastaTrainer(Trainer):
         arguments = training_arguments(config, out, len(order) // config.batch)
         if config.quick and arguments.use_cpu: quicken(model)
         super().__init__(model, arguments,
-                         self.collator(model.config, pad_id, config), Course(documents, order), callbacks=list(callbacks))
+                         self.collator(model.config, pad_id, config), self.course(documents, order), callbacks=list(callbacks))
         self.remove_callback(_printer())
 
+    def course(self, documents: Sequence, order: Sequence[int]) -> torch.utils.data.Dataset: return Course(documents, order)
     def length(self, document) -> int: return len(document)
 
     def collator(self, model_config, pad_id: int, config: TrainConfig) -> Callable:
@@ -616,10 +648,10 @@ class PastaTrainer(Trainer):
 # %% ../nbs/45_train.ipynb #45train-056
 def _num_items(self, batches: list, device):
     "Items of all forwards of a step, over all processes; tokens are counted on the way."
-    counts = torch.tensor([sum(int(self.items(b)) for b in batches), sum(int((b['owner'] >= 0).sum()) for b in batches),
-                           sum(b['owner'].numel() for b in batches)], device=device)
+    counts = torch.tensor([sum(float(self.items(b)) for b in batches), sum(int((b['owner'] >= 0).sum()) for b in batches),
+                           sum(b['owner'].numel() for b in batches)], dtype=torch.float64, device=device)
     items, tokens, places = self.accelerator.gather(counts[None]).sum(0).tolist()
-    self.seen.update(tokens=tokens, places=places)
+    self.seen.update(tokens=int(tokens), places=int(places))
     return items
 
 def _compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -1078,14 +1110,18 @@ class Interrupt(TrainerCallback):
 @dataclass
 class Recipe:
     "What a run trains on, and how."
-    kind: str                                        # of the rows: one of KINDS, 'pairs' or 'prompts'
+    kind: str                                        # of the rows: one of KINDS, 'pairs', 'prompts', or what chapter 46 reads
     trainer: type = PastaTrainer
     about: str = ''
     needs: str = ''                                  # the tags without which it makes no sense
 
+    @property
+    def noisy(self) -> bool: return self.needs in ('plan', 'mask')
+
     def documents(self, rows: list[dict], tok, config: TrainConfig) -> tuple[list, dict[str, int]]:
         settings = dict(vocab=_vocab(config, tok), max_length=config.max_length, prompt=config.prompt, positions=config.positions,
                         constant=config.constant, after_sync=config.after_sync)
+        if self.noisy: return _noisy_documents(self.kind, rows, tok, config)
         if self.kind == 'prompts': return questions_of(rows, tok, config.max_length, config.prompt)
         if self.kind == 'pairs': return pairs_of(rows, tok, **settings)
         return layouts_of(rows, tok, self.kind, **settings, **(dict(evict=config.evict) if self.kind == 'tip' else {}))
@@ -1093,7 +1129,8 @@ class Recipe:
     def build(self, model, documents: Sequence, config: TrainConfig, out, tok, callbacks: Sequence):
         "The trainer of a run."
         if self.kind == 'prompts': return grpo_trainer()(model, documents, config, out, tok, callbacks)
-        return self.trainer(model, documents, config, out, tok.pad_token_id or 0, callbacks)
+        trainer = _noisy_trainer(self.kind) if self.noisy else self.trainer
+        return trainer(model, documents, config, out, tok.pad_token_id or 0, callbacks)
 
 RECIPES = {'pasta-sft': Recipe('pasta', about='annotated answers: the model learns to make promises'),
            'baseline-sft': Recipe('plain', about='the same answers without tags'),
@@ -1101,7 +1138,19 @@ RECIPES = {'pasta-sft': Recipe('pasta', about='annotated answers: the model lear
            'pasta-bon': Recipe('pairs', BonTrainer, 'best and worst of its own answers: BoNBoN'),
            'tip-sft': Recipe('tip', about='reasoning in registers: a step is forgotten when its register is used again', needs='registers'),
            'dense-sft': Recipe('dense', about='the same reasoning without registers'),
-           'tip-grpo': Recipe('prompts', about='rewards for its own answers, less for what they keep in memory', needs='registers')}
+           'tip-grpo': Recipe('prompts', about='rewards for its own answers, less for what they keep in memory', needs='registers'),
+           'planned-sft': Recipe('plans', about='answers with plans: a plan token by token, its spans from noise', needs='plan'),
+           'block-sft': Recipe('blocks', about='one noisy block behind clean ones: a block-diffusion model', needs='mask'),
+           'multitf': Recipe('multitf', about='groups of noisy blocks behind clean ones: several blocks at once', needs='mask'),
+           'd2f': Recipe('d2f', about='all blocks noisy, each more than the last: diffusion forcing', needs='mask')}
+
+def _noisy_documents(kind: str, rows: list[dict], tok, config: TrainConfig) -> tuple[list, dict[str, int]]:
+    from pasta_lib.train_diffusion import documents_of
+    return documents_of(kind, rows, tok, config)
+
+def _noisy_trainer(kind: str) -> type:
+    from pasta_lib.train_diffusion import TRAINERS
+    return TRAINERS[kind]
 
 def _vocab(config: TrainConfig, tok) -> TagVocab:
     "The tag vocabulary of a run; for a baseline any, since its tokenizer has none."
@@ -1219,6 +1268,7 @@ def finish(trainer, tok, recipe: str, report: dict) -> dict:
 def save_trained(model, tok, folder, config: TrainConfig):
     "A full model, or an adapter; `load` opens both."
     settings = dict(tags=config.tags if config.tags in ('compact', 'minimal') else None, positions=config.positions)
+    if config.tags == 'mask': settings['block_size'] = config.block
     if not hasattr(model, 'peft_config'): return save(model.eval(), tok, folder, **settings)
     save_adapter(model.eval(), tok, folder, base=_below(config), dtype=config.dtype, **settings)
 

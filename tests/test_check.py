@@ -78,7 +78,7 @@ def test_other_architectures(kind):
         model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, head_dim=8, sliding_window=16, query_pre_attn_scalar=8,
                                                    layer_types=['sliding_attention', 'full_attention']))
     tokenizer = tiny_model()[1]
-    for only in ('replay of forks', 'outline', 'generate, batched', 'leak', 'unheard', 'layout'):
+    for only in ('replay of forks', 'outline', 'generate, batched', 'leak', 'unheard', 'layout', 'denoised', 'commits'):
         report = self_check(model, tokenizer, only=only)
         assert report.passed, str(report)
 
@@ -246,6 +246,28 @@ def row_swap(monkeypatch):
     monkeypatch.setattr(engine_module.Engine, 'answer', answer)
 
 
+def stale_commits(monkeypatch):
+    honest = check_module.planned
+    monkeypatch.setattr(check_module, 'planned', lambda prompt, **options: honest(prompt, **options | dict(commit='fast')))
+
+def one_forward_more(monkeypatch):
+    honest = check_module.single_block
+    monkeypatch.setattr(check_module, 'single_block', lambda prompt, **options: honest(prompt, **options | dict(commit='fused')))
+
+def dummies_that_speak(monkeypatch):
+    from pasta_lib.buffer import BlockBuffer
+    honest = BlockBuffer.answer
+    monkeypatch.setattr(BlockBuffer, 'answer', lambda self, logits: honest(self, logits.roll(int(self.static), -1)))
+
+def from_the_right(monkeypatch):
+    from pasta_lib.buffer import BlockTrace
+    honest = BlockTrace.summary
+    def summary(self, *args):
+        self.reveals.reverse()
+        return honest(self, *args)
+    monkeypatch.setattr(BlockTrace, 'summary', summary)
+
+
 @pytest.mark.parametrize('fault, name', [
     (gossip, 'replay of forks and joins'), (gossip, 'a fork unheard before the sync'), (gossip, 'replay along an outline'),
     (late, 'as generate, one by one'), (late, 'as without a cache'), (late, 'replay of plain decoding'),
@@ -253,10 +275,13 @@ def row_swap(monkeypatch):
     (shifted_layout, 'training layout as decoded'), (deaf_layout, 'no leak under the training mask'),
     (deaf_layout, 'replay, tags spelled out'), (windowless_blocks, 'three masks, one table'),
     (pieces_misplaced, 'a prompt read in pieces'), (pages_mixed, 'pages of 1, 16 and 64 slots'),
-    (row_swap, 'a mixed batch as alone'), (row_swap, 'as generate, batched by 8')])
-def test_a_fault_is_found(fault, name, tiny, monkeypatch):
+    (row_swap, 'a mixed batch as alone'), (row_swap, 'as generate, batched by 8'),
+    (gossip, 'replay of denoised blocks'), (late, 'replay of denoised spans'), (late, 'the cache after commits'), (row_swap, 'plans alone as in company'),
+    (stale_commits, 'exact commits of spans'), (one_forward_more, 'a buffer of one block'), (dummies_that_speak, 'dummies change nothing'),
+    (from_the_right, 'blocks of one token, in order')])
+def test_a_fault_is_found(fault, name, tiny, subject, monkeypatch):
     on = Subject(*tiny)
-    on.reference                                               # before the fault
+    on.__dict__['reference'] = subject.reference               # before the fault
     fault(monkeypatch)
     row = measure(name, on)
     assert not row.passed, str(row)
@@ -279,7 +304,7 @@ def test_a_different_model_is_found(tiny, subject):
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize('only', ['replay of forks', 'layout'])
+@pytest.mark.parametrize('only', ['replay of forks', 'layout', 'denoised'])
 def test_smollm2(smollm2, only):
     report = self_check(*smollm2, only=only)
     assert report.passed, str(report)
@@ -295,3 +320,22 @@ def test_float64_judges_where_the_replay_itself_rounds(tiny, monkeypatch):
     row = measure('replay of plain decoding', on)
     assert row.passed and 'float64' in row.note and {torch.float32, torch.float64} == set(asked)
     assert on.model.dtype == torch.float32
+
+
+def test_denoising_that_deviates_is_measured_again_in_float64(tiny, monkeypatch):
+    "Rounding ends there, and the tolerance stays; a fault does not end."
+    honest = check_module.replay_noisy
+    monkeypatch.setattr(check_module, 'replay_noisy', lambda model, r: honest(model, r) + (2e-4 if model.dtype == torch.float32 else 0))
+    row = measure('replay of denoised spans', Subject(*tiny))
+    assert row.passed and row.deviation < 1e-10 and row.note == 'in float64; 0.0002 in float32'
+    monkeypatch.setattr(check_module, 'replay_noisy', lambda model, r: honest(model, r) + 2e-4)
+    on = Subject(*tiny)
+    row = measure('replay of denoised spans', on)
+    assert not row.passed and 'in float64' in row.note and on.model.dtype == torch.float32
+
+
+def test_borrowed_ids_are_ordinary_and_unused(subject):
+    from pasta_lib.check import borrowed
+    ids, tokenizer = borrowed(subject, 7, 'azure 1'), subject.tokenizer
+    assert len(set(ids)) == 7 and not {*ids} & {*tokenizer.added_tokens_decoder, *tokenizer.encode('azure 1'), *(i for p in subject.prompts for i in p)}
+    assert max(ids) < min(subject.facts.vocab, len(tokenizer))

@@ -190,8 +190,64 @@ def test_the_table_of_flags_is_that_of_the_strategies():
     makers = {name: cli.find_strategy(name) for name in cli.HOMES} | dict(guided=guided)
     takes = {name: set(inspect.signature(make.generator).parameters) for name, make in makers.items()}
     every = {flag for flags in cli.FLAGS.values() for flag in flags}
+    takes['planned'].remove('tags')                                        # ids of an experiment, no flag
     assert {name: set(flags) for name, flags in cli.FLAGS.items()} == {name: every & takes[name] for name in cli.FLAGS} and set(cli.FLAGS) == {s.value for s in cli.Strategy}
     assert every <= set(inspect.signature(cli.generate).parameters)
+
+
+@pytest.fixture(scope='module')
+def diffuser(tmp_path_factory):
+    "A random model that has the tokens of plans and a block size."
+    from pasta_lib.models import save
+    from pasta_lib.train import prepare
+    folder = tmp_path_factory.mktemp('diffuser')
+    save(*prepare('tiny', 'plan'), folder, block_size=4)
+    return folder
+
+
+@pytest.mark.parametrize('strategy, flags, options', [
+    ('planned', ['--steps-ratio', .5, '--confidence-threshold', .1, '--length-scale', 1.5, '--order', 'above:0.9', '--commit', 'fast', '--alignment', 'shifted',
+                 '--max-spans', 2, '--policy', 'strict'],
+     dict(steps_ratio=.5, confidence_threshold=.1, length_scale=1.5, order='above:0.9', commit='fast', alignment='shifted', max_spans=2, policy='strict')),
+    ('single_block', ['--commit', 'fused', '--block', 3, '--tau-m2t', .3, '--tau-t2t', .5, '--dmax'], dict(block=3, commit='fused', tau_m2t=.3, tau_t2t=.5, dmax=True)),
+    ('single_block', [], dict(block=4)),
+    ('multi_block', ['--buffer', 2, '--tau-add', 0, '--tau-stable', .1, '--tau-semi', .2, '--eager'], dict(block=4, buffer=2, tau_add=0., tau_stable=.1, tau_semi=.2, eager=True))])
+def test_strategies_of_denoising(strategy, flags, options, diffuser, monkeypatch):
+    "Every flag reaches its strategy, and what is printed is what the strategy says; the block size is the checkpoint's own."
+    from pasta_lib import buffer, planned
+    from pasta_lib.engine import Engine
+    from pasta_lib.models import load
+    home, asked = planned if strategy == 'planned' else buffer, []
+    honest = getattr(home, strategy)
+    def noting(prompt, **given):
+        asked.append(given)
+        return honest(prompt, **given)
+    monkeypatch.setattr(home, strategy, noting)
+    found = only_json(pasta('generate', '-m', diffuser, '--prompt', 'Hi', '--max-new-tokens', 9, '--strategy', strategy, *flags, '--json'))
+    assert options.items() <= asked[-1].items() and found['strategy'] == strategy and found['generated_tokens'] == 9
+    assert found['token_ids'] == Engine(*load(str(diffuser))).run(honest('Hi', max_new_tokens=9, **options))[0].token_ids
+
+
+@pytest.mark.parametrize('strategy, flags, says', [
+    ('planned', [], 'the tokenizer lacks <topic> </topic> <async> </async> <sync/> <mask> <pad>: train a model that has them: pasta train planned-sft'),
+    ('single_block', ['--block', 4], 'the tokenizer has no mask: train a model that has one: pasta train block-sft'),
+    ('multi_block', ['--block', 4], 'the tokenizer has no mask: train a model that has one: pasta train block-sft'),
+    ('single_block', [], 'single_block needs a block, and the model says none: write --block N'),
+    ('multi_block', ['--block', 0], 'block=0: use a whole number of tokens'), ('multi_block', ['--block', 4, '--buffer', 0], 'buffer=0: use a whole number of blocks'),
+    ('multi_block', ['--block', 4, '--top-k', 3], 'top_k in block decoding: leave it out'),
+    ('multi_block', ['--block', 4, '--commit', 'fused'], '--commit with --strategy multi_block: that flag is for planned, single_block'),
+    ('planned', ['--tags', 'auto'], '--tags with --strategy planned: that flag is for pasta'), ('planned', ['--order', 'best'], "order='best': use random, entropy"),
+    ('planned', ['--outline', __file__], '--outline with --strategy planned')])
+def test_denoising_that_cannot_be(strategy, flags, says):
+    r = pasta('generate', '-m', 'tiny', '--prompt', 'Hi', '--strategy', strategy, *flags)
+    assert r.exit_code == 2 and f'pasta: {says}' in r.stderr and r.stderr.count('pasta:') == 1 + says.count('pasta:') and 'add_tokens' not in r.stderr
+
+
+def test_view_titles_come_from_plans():
+    view = cli.View(lang='plan')
+    view.hear(types.SimpleNamespace(thread='main', text='<topic> the sea 2 </topic><topic> hills 1 '))
+    view.hear(types.SimpleNamespace(thread='span 1', text=' Swim.'))
+    assert view.topics == ['the sea'] and 'the sea' in drawn(view) and view.title('span 2') == 'span 2'
 
 
 def test_a_page_without_a_folder_is_noticed_first(tmp_path, monkeypatch):
@@ -418,9 +474,9 @@ def test_no_prompt_on_a_terminal(monkeypatch):
 def test_check(monkeypatch):
     r = pasta('check', '-m', 'tiny', '--only', 'replay of', '--json')
     found = only_json(r)
-    assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 4 and 'ok' in r.stderr
+    assert r.exit_code == 0 and found['passed'] and found['model'] == 'tiny' and len(found['checks']) == 6 and 'ok' in r.stderr
     assert all({'name', 'system', 'deviation', 'tolerance', 'passed'} <= set(c) for c in found['checks'])
-    assert '4 of 4 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
+    assert '6 of 6 promises kept' in pasta('check', '-m', 'tiny', '--only', 'replay of').stdout
     assert pasta('check', '-m', 'tiny', '--only', 'no such check').exit_code == 2
 
 

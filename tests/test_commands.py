@@ -254,39 +254,45 @@ def test_options_of_other_annotators(sums, tmp_path, arguments, words):
 # ---- strategies of sample
 @pytest.fixture(scope='module')
 def speakers(tmp_path_factory):
-    "Models that have the tokens of TIP and of APAR."
+    "Models that have the tokens of TIP, of APAR, and of plans."
     from pasta_lib.models import save
     from pasta_lib.train import prepare
     folder = tmp_path_factory.mktemp('speakers')
     for tags in ('registers', 'apar'): save(*prepare('tiny', tags), folder / tags)
+    save(*prepare('tiny', 'plan'), folder / 'plan', block_size=4)
     return folder
 
 
 @pytest.mark.parametrize('strategy, options', [
     ('tip', []), ('tip', ['--layout', 'aligned']), ('tip', ['--option', 'layout=aligned']), ('dense', []), ('streaming_llm', ['--window', 64]),
     ('streaming_llm', ['--option', 'window=64', '--option', 'keep_prompt=true', '--option', 'sinks=2']), ('paged_h2o', ['--budget', 128]), ('sot', []),
-    ('sot', ['--option', 'max_points=2']), ('apar', ['--option', 'depth=2'])])
+    ('sot', ['--option', 'max_points=2']), ('apar', ['--option', 'depth=2']), ('planned', ['--option', 'steps_ratio=0.5', '--option', 'order=margin']),
+    ('single_block', ['--block', 2]), ('multi_block', []), ('multi_block', ['--option', 'block=2', '--option', 'eager=true'])])
 def test_strategies_by_name(speakers, tmp_path, strategy, options):
-    out, model = tmp_path / 'out.jsonl', speakers / ('apar' if strategy == 'apar' else 'registers')
+    own = dict(apar='apar', planned='plan', single_block='plan', multi_block='plan')
+    out, model = tmp_path / 'out.jsonl', speakers / own.get(strategy, 'registers')
     pasta('sample', 'made:2', '--model', model, '--strategy', strategy, *options, '--max-new-tokens', 6, '--slots', 4096, '--dtype', 'float32', '--out', out)
     rows = read_jsonl(out)
     assert len(rows) == 2 and all(row['made_by']['strategy'] == strategy and row['generated_tokens'] for row in rows)
     told = dict(option.split('=') for option in map(str, options) if '=' in option)
     assert all(str(rows[0]['made_by'][key]).lower() == value for key, value in told.items())
+    if strategy == 'multi_block' or '--block' in options: assert rows[0]['made_by']['block'] == (2 if options else 4)
 
 
 @pytest.mark.parametrize('arguments, words', [
     (['--strategy', 'streaming_llm'], 'streaming_llm needs a window: write --window N'), (['--strategy', 'paged_h2o'], 'paged_h2o needs a budget: write --budget N'),
     (['--strategy', 'dense', '--window', '9'], '--window with --strategy dense'), (['--strategy', 'ar', '--option', 'depth=2'], "ar has no option 'depth'"),
-    (['--option', 'depth'], "not an option: 'depth'"), (['--strategy', 'guided'], 'guided')])
+    (['--option', 'depth'], "not an option: 'depth'"), (['--strategy', 'guided'], 'guided'), (['--strategy', 'planned', '--block', '4'], '--block with --strategy planned')])
 def test_options_of_other_strategies(arguments, words, tmp_path, monkeypatch):
     monkeypatch.setattr('pasta_lib.models.load', None)                                             # before the model is loaded
     refused('sample', 'made:2', '--model', 'tiny', '--out', tmp_path / 'x.jsonl', *arguments, words=words)
 
 
-@pytest.mark.parametrize('strategy', ['tip', 'apar'])
-def test_strategies_whose_tokens_are_missing(strategy, tmp_path):
-    refused('sample', 'made:2', '--model', 'tiny', '--slots', 2048, '--strategy', strategy, '--out', tmp_path / 'x.jsonl', words=f'pasta train {strategy}-sft')
+@pytest.mark.parametrize('strategy, words', [
+    (['tip'], 'pasta train tip-sft'), (['apar'], 'pasta train apar-sft'), (['planned'], 'pasta train planned-sft'),
+    (['single_block', '--block', 4], 'pasta train block-sft'), (['multi_block'], 'multi_block needs a block, and the model says none: write --block N')])
+def test_strategies_whose_tokens_are_missing(strategy, words, tmp_path):
+    refused('sample', 'made:2', '--model', 'tiny', '--slots', 2048, '--strategy', *strategy, '--out', tmp_path / 'x.jsonl', words=words)
 
 
 def test_the_tiny_evaluation_has_its_own_prompts():

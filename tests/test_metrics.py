@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pasta_lib.metrics import (CriticalPath, Estimate, Leg, MetricError, Words, arithmetic_mean, critical_path,
+from pasta_lib.metrics import (aup_trapezoid, aup_weighted, CriticalPath, Estimate, Leg, MetricError, Words, arithmetic_mean, critical_path,
                                draw_critical_path, draw_length_control, fit_logistic, geometric_mean, interval,
                                length_controlled_win_rate, looping_share, loops, noncontrol_tokens, parallelism,
                                realised_speedup, summary_table, theoretical_speedup, thread_colours, toy_record,
@@ -471,3 +471,45 @@ def test_length_control_picture():
     assert at.get_ydata()[0] == pytest.approx(length_controlled_win_rate(p, ours, theirs), abs=1e-6)
     assert draw_length_control([1.], [3], [3], ax=ax) is ax
     plt.close('all')
+
+
+# ---- area under accuracy and parallelism
+
+def test_aup_by_definition():
+    "Both forms, summed point by point from their formulas."
+    rng = random.Random(0)
+    for _ in range(50):
+        n = rng.randint(1, 6)
+        points = sorted((rng.uniform(1, 9), rng.uniform(60, 90)) for _ in range(n))
+        shuffled = rng.sample(points, n)
+        plain_ = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in zip(points, points[1:]))
+        assert aup_trapezoid(*zip(*shuffled)) == pytest.approx(plain_)
+        kept = [(x, y) for x, y in points if y >= points[0][1] - 5]
+        for best in (None, 95., 70.):
+            top = max(y for _, y in kept) if best is None else best
+            w = [min(math.exp(-3 * (1 - y / top)), 1) for _, y in kept]
+            area = kept[0][0] * kept[0][1] + sum((kept[i][0] - kept[i - 1][0]) * (kept[i][1] * w[i] + kept[i - 1][1] * w[i - 1]) / 2
+                                                 for i in range(1, len(kept)))
+            assert aup_weighted(*zip(*shuffled), best=best) == pytest.approx(area)
+
+
+@pytest.mark.parametrize('tpf, accuracy', [([], []), ([1, 2], [50]), ([-1], [50]), ([math.nan], [50]), ([1], [math.inf])])
+def test_curves_that_are_none(tpf, accuracy):
+    for aup in (aup_trapezoid, aup_weighted):
+        with pytest.raises(MetricError): aup(tpf, accuracy)
+
+
+def test_aup_needs_an_accuracy():
+    with pytest.raises(MetricError): aup_weighted([1], [0])
+
+
+def test_denoised_tokens_count_by_their_step():
+    "A bidirectional segment is no chain: its tokens are as late as the step that revealed them."
+    from pasta_lib.engine import Record, Thread
+    from pasta_lib.segments import SegmentTable
+    record = Record(SegmentTable(), [Thread('main', 0)])
+    record.table.open(name='prompt')
+    block = record.table.open([0], causal=False)
+    record.add(1, 0, 0, 0, 0, 0, math.nan, 'prompt', False)
+    for position, step in enumerate((2, 1, 3, 1), 1): record.add(7, position, block, position, step, 0, .9, 'sampled', False)
+    assert critical_path(record).length == 3

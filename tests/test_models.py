@@ -1,5 +1,5 @@
 "Models: opening, the one forward, facts, new words, settings, prompts, streams. Oracles are written from definitions."
-import json, os, socket, subprocess, threading, time
+import copy, json, os, socket, subprocess, threading, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -594,10 +594,10 @@ def test_what_is_no_adapter(tmp_path):
 
 
 @pytest.mark.smollm2
-def test_an_adapter_of_smollm2(tmp_path):
+def test_an_adapter_of_smollm2(smollm2, tmp_path):
     "Rank 16 on all linears and 20 new rows: below 10 MB in bfloat16; exact in float32."
     from pasta_lib.tags import TagVocab
-    model, tokenizer = load('smollm2')
+    model, tokenizer = (copy.deepcopy(x) for x in smollm2)
     tags = TagVocab().tokens
     add_tokens(model, tokenizer, tags)
     peft_model, _ = adapted(model, tokenizer, lambda ids: tokenizer.convert_tokens_to_ids(tags), rank=16, noise=.01)
@@ -846,12 +846,6 @@ def test_plot(monkeypatch):
 
 
 # ---- the real model
-
-@pytest.fixture(scope='module')
-def smollm2():
-    try: return load('smollm2', quiet=True)
-    except PastaError as e: pytest.skip(str(e))
-
 
 @pytest.mark.smollm2
 def test_smollm2(smollm2):

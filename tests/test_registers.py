@@ -269,7 +269,7 @@ def test_what_cannot_be_is_a_typed_error(call, message):
 # ---- annotators
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(st.sampled_from('ab 1.?!\n"#)'), max_size=40), st.sampled_from(['lines', 'sentences', 'paragraphs']))
+@given(st.text(st.sampled_from('ab 1.?!\n"#)=$'), max_size=40), st.sampled_from(['lines', 'sentences', 'paragraphs', 'results']))
 def test_cut_steps_joins_to_the_text(text, by):
     steps = cut_steps(text, by)
     assert ''.join(steps) == text and all(steps)
@@ -280,7 +280,8 @@ def test_cut_steps_joins_to_the_text(text, by):
     ('a\nb\n\nc', 'lines', ['a\n', 'b\n\n', 'c']), ('a\nb\n\nc', 'paragraphs', ['a\nb\n\n', 'c']), ('\n\na', 'lines', ['\n\na']),
     ('x = 1\n#### 7', 'lines', ['x = 1\n#### 7']), ('x\n#### Part two\ny', 'lines', ['x\n', '#### Part two\n', 'y']),
     ('It is 3.5 m. Mr. Fox left (early). He did!', 'sentences', ['It is 3.5 m. ', 'Mr. Fox left (early). ', 'He did!']),
-    ('1. One.\n2. Two. 12. Go.', 'sentences', ['1. One.\n', '2. Two. ', '12. ', 'Go.']), ('e.g. A cat. so there.', 'sentences', ['e.g. A cat. so there.'])])
+    ('1. One.\n2. Two. 12. Go.', 'sentences', ['1. One.\n', '2. Two. ', '12. ', 'Go.']), ('e.g. A cat. so there.', 'sentences', ['e.g. A cat. so there.']),
+    ('He has 2 x 3 = $6.\nx = y, 6-.5=5.5\n#### 5.5', 'results', ['He has 2 x 3 = ', '$6.\n', 'x = y, 6-.5=', '5.5\n#### 5.5'])])
 def test_cuts(text, by, want): assert cut_steps(text, by) == want
 
 

@@ -39,7 +39,7 @@ def test_packed_copies_follow_weights_and_biases():
 
 @pytest.mark.slow
 def test_a_compiled_engine_follows_weights():
-    model, tok = tiny_model()
+    model, tok = tiny_model(layers=1, hidden=32)
     engine = Engine(model, tok, slots=256, compile=True)
     engine.run(ar(PROMPT, max_new_tokens=3))
     with torch.no_grad():

@@ -234,7 +234,7 @@ def test_settings_out_of_range(text):
 def test_settings_at_the_edge():
     T.read_config({}, ['seed=4294967295', 'warmup=1', 'clip=0', 'alpha=1', 'best_of=2', 'margin=null', 'room=0', 'learning_rate=1000',
                        'new_row_rate=0', 'epochs=.01', 'max_tokens=10', 'device=cpu', 'model_options={sliding_window: 8}'])
-    free = {'data', 'reference', 'autocast', 'quick', 'evict', 'gate', 'scale', 'correct_kl'}
+    free = {'data', 'reference', 'autocast', 'quick', 'evict', 'gate', 'scale', 'correct_kl', 'systematic', 'divide_ar'}
     assert set(T.ALLOWED) == set(vars(T.TrainConfig())) - free                       # every other setting has its range
 
 
