@@ -185,7 +185,7 @@ def _change(self, b: Block, c: Candidates, revise: bool = False):
 def _generator(self, b: Block) -> torch.Generator | None:
     "Draws depend on the request's seed, the block and the step, not on who else is being decoded."
     if self.h.sampling.temperature == 0: return None
-    seed = int(uniform(self.h.request.seed, b.number, self.h.forwards) * 2 ** 53)
+    seed = int(uniform(f'{self.h.request.seed}/{self.line.number}', b.number, self.h.forwards) * 2 ** 53)
     return torch.Generator(self.h.engine.device).manual_seed(seed)
 
 BlockWriter.take, BlockWriter._change, BlockWriter._generator = _take, _change, _generator
@@ -363,6 +363,7 @@ def multi_block(h: Decoding, block: int, buffer: int = 4, tau_m2t: float = .95, 
     see `Rules`. `static`: every forward has `buffer` · `block` rows; without it dummies are left out: the same tokens from
     the naive dynamic running-set. `mask`: the mask's id, by default the tokenizer's."""
     if not _whole(buffer): raise OptionError(f'buffer={buffer!r}', fix='use a whole number of blocks')
+    if not isinstance(static, bool): raise OptionError(f'static={static!r}', fix='use True or False')
     rules = Rules(tau_m2t, tau_t2t, dmax, tau_add, tau_stable, tau_semi, eager)
     w = yield from begin(h, block, rules, mask, BlockBuffer, buffer=buffer, static=static)
     try:

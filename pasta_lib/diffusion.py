@@ -152,6 +152,8 @@ def _reveal(self, rows: Sequence[int], tokens: Sequence[int], probs: Sequence[fl
     if not fine.all():
         raise DiffusionError(f'row {rows[~fine][0]} is not masked', f'span at {self.positions[0]}', 'reveal masked rows only')
     if (tokens == self.mask).any(): raise DiffusionError('a mask can not be revealed', fix='forbid its id')
+    if ((tokens < 0) | (tokens >= self.h.engine.facts.vocab)).any():
+        raise DiffusionError('a token outside the vocabulary', f'{tokens.min()}-{tokens.max()} of {self.h.engine.facts.vocab}', 'reveal ids of this model')
     self.h.total += int(self.masked[rows].sum())
     self.tokens[rows], self.step[rows], self.masked[rows] = tokens, self.h.forwards + 1, False
     self.prob[rows] = np.nan if probs is None else probs

@@ -288,7 +288,7 @@ def draw_lengths(rows: Sequence[dict], methods: Sequence[str] = ('dense', 'tip')
     axes[0].legend(frameon=False)
     return axes
 
-# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-033
+# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-034
 @dataclass
 class RealScale:
     "How much of SmolLM2 on GSM8K to run."
@@ -320,7 +320,7 @@ def real_path(folder: Path, scale: RealScale, source: str = 'gsm8k', split: str 
     for name, recipe, tags in (('dense', 'dense-sft', 'none'), ('tip', 'tip-sft', 'registers')):
         yield name, train(recipe, config, folder / name, True, dict(data=str(data), tags=tags))
 
-# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-034
+# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-035
 def real_answers(out: Path, prompts: Sequence[dict], checkpoint: str | Path, policy: str, scale: RealScale, **options) -> list[dict]:
     "Answers of a checkpoint under `tip` or `dense`, kept in the file `out`, so it resumes: right or not, and what they held after the prompt."
     from pasta_lib.engine import Engine
@@ -352,7 +352,7 @@ def solution_nats(model, tokenizer, row: dict, kind: str) -> float:
     text = (layout.label >= 0) & ~np.isin(layout.label, registers)
     return -float(log_likelihoods(model, layout)[text].mean())
 
-# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-035
+# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-036
 def compare_real(answers: dict[str, Sequence[dict]], nats: dict[str, Sequence[float]]) -> list[dict]:
     """A row per method (`dense` first): accuracy (%), what answers held after their prompts, and nats per token of worked solutions;
     differences from `dense` problem by problem, with 95% intervals."""
@@ -396,7 +396,7 @@ def run_real(out: str | Path = 'runs/tip-smollm2', scale: RealScale | None = Non
     if table: save_table(rows, table, dtype='bfloat16')
     return rows
 
-# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-038
+# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-039
 def claim(text: str, theirs: str, ours: str, holds: bool | None, scale: str) -> dict:
     "One line of the comparison. `holds`: None where nothing was measured that could tell."
     from pasta_lib.experiment_pasta import claim
@@ -442,7 +442,7 @@ def claims(folder: str | Path | None = None) -> list[dict]:
     folder = Path(folder or Path(pasta_lib.__file__).parents[1] / 'data' / 'results')
     return tiny_claims(read_table(folder / 'tip_tiny.csv')) + real_claims(read_table(folder / 'tip_smollm2.csv'))
 
-# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-039
+# %% ../nbs/51_experiment_tip.ipynb #51experimenttip-040
 CHECKPOINTS = dict(dense='tiny-dense', tip='tiny-tip')                   # committed, trained with seed 0
 ASKED = 'gsm8k'                             # what `pasta eval tip --scale smollm2` asks by default
 REAL_CHECKPOINTS = dict(dense='smollm2-dense', tip='smollm2-tip')

@@ -154,7 +154,7 @@ SETTINGS = {'semi_autoregressive': semi_autoregressive, 'above': above, 'factor'
 
 def get_order(order: str | Order) -> Order:
     "An order by name: 'entropy', 'above:0.9', 'factor:1', 'semi_autoregressive:8:margin'; an order is handed back."
-    if callable(order): return order
+    if callable(order) and order not in SETTINGS.values(): return order
     name, *settings = str(order).split(':', 2)
     if name in ORDERS and not settings: return ORDERS[name]
     if name not in SETTINGS or not 1 <= len(settings) <= 1 + (name == 'semi_autoregressive'):

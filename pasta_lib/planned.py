@@ -302,8 +302,8 @@ class Knobs:
 
     def __post_init__(self):
         check_alignment(self.alignment)
-        above = lambda v: _number(v) and 0 < v < math.inf
-        for name, good, fix in (('steps_ratio', above, 'use a number above 0'), ('length_scale', above, 'use a number above 0'),
+        above = lambda v: _number(v) and 0 < v <= 1000
+        for name, good, fix in (('steps_ratio', above, 'use a number above 0, at most 1000'), ('length_scale', above, 'use a number above 0, at most 1000'),
                                 ('confidence_threshold', lambda v: _number(v) and 0 <= v <= 1, 'use a number from 0 to 1'),
                                 ('commit', ('exact', 'fast').__contains__, 'use exact or fast'),
                                 ('max_spans', lambda v: _whole(v, 0), 'use a whole number, 0 or more')):
@@ -338,6 +338,8 @@ def unsaid(tokenizer, vocab: int, tags: PlanIds | None = None) -> tuple[PlanIds,
 class Planning:
     "The main thread of one answer, the topics that wait for their spans, and the spans."
     def __init__(self, h: Decoding, knobs: Knobs, policy: str, tags: PlanIds | None = None):
+        for name, given in (('top_k', h.sampling.top_k), ('top_p', h.sampling.top_p < 1)):
+            if given: raise OptionError(f'{name} in planned diffusion', fix='leave it out; temperature works')
         self.h, self.knobs, (self.ids, self.unsaid, inside) = h, knobs, unsaid(h.tokenizer, h.engine.facts.vocab, tags)
         self.unsaid_inside = [*inside, *h.eos]
         self.main, self.reader = h.line('main'), PlanReader(self.ids, h.tokenizer, policy)

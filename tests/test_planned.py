@@ -19,6 +19,7 @@ from pasta_lib.engine import Engine, Sampling, ar, replay_deviation
 from pasta_lib.masks import dense_mask, layout_logits, leak_test
 from pasta_lib.metrics import critical_path
 from pasta_lib.models import add_tokens, chat_ids, literal_ids, tiny_model
+from pasta_lib.orders import above
 from pasta_lib.pasta import pasta
 from pasta_lib.planned import *
 from pasta_lib.pool import check_pool
@@ -581,3 +582,12 @@ def test_a_pretrained_head_is_shifted(pretrained):
         loss[alignment] = float(sft_loss(layout_logits(model, noisy)[told], torch.from_numpy(noisy.label[told])))
     print(loss)
     assert loss['shifted'] < loss['aligned'] - 1
+
+
+@pytest.mark.parametrize('options, words', [(dict(top_k=3), 'top_k in planned'), (dict(top_p=.5), 'top_p in planned'), (dict(steps_ratio=1e308), 'at most 1000'),
+                                            (dict(length_scale=1e9), 'at most 1000'), (dict(order=above), 'use random')])
+def test_options_that_no_span_can_follow(options, words):
+    model, tok = tiny_model(layers=1, hidden=32, heads=2, kv_heads=2)
+    add_tokens(model, tok, plan_tokens())
+    r, = Engine(model, tok, slots=256).run([planned('Q', **options)])
+    assert r.finish_reason == 'error' and words in str(r.error) and '\n' not in str(r.error)
