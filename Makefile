@@ -1,7 +1,8 @@
 # Every target creates what it needs on first use and works without a network afterwards.
 #
 #   make demo         watch a real model write several parts of its answer at once
-#   make test         all tests, with coverage
+#   make test         all tests
+#   make coverage     all tests again, and how much of the package they run
 #   make docs         the documentation as a website, in _proc/_site
 #   make notebooks    run all notebooks in order and save their outputs
 #   make export       notebooks -> pasta_lib/, README.md, the sidebar
@@ -11,14 +12,13 @@
 # Variables: PYTHON=python3.12 (any Python from 3.11 on), VENV=.venv,
 #   TORCH_INDEX=URL     take torch from this index: on Linux without a GPU, PyTorch's CPU wheel index saves several GB;
 #                       give it on the first call, before .venv exists
-#   ARGS="-k masks -x"  given to pytest instead of the coverage report
+#   ARGS="-k masks -x"  given to pytest
 #   WORKERS=2           processes that the tests are spread over; each takes up to 3 GB
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
 WORKERS ?= 2
-COVERAGE ?= --cov=pasta_lib --cov-report=term --cov-fail-under=90
 
 py := $(VENV)/bin/python
 pip := $(py) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
@@ -27,7 +27,7 @@ metadata := setup.py settings.ini constraints.txt
 # Packages are installed uncompiled, so whoever first imports a module must be allowed to write down what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs notebooks export check clean distclean env-demo env
+.PHONY: demo test coverage docs notebooks export check clean distclean env-demo env
 .DEFAULT_GOAL := demo
 
 # Three stamps in one environment: empty, able to run the demo, able to develop.
@@ -62,7 +62,11 @@ demo: env-demo
 	@$(VENV)/bin/pasta demo
 
 test: env
-	$(py) -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --dist worksteal $(COVERAGE))
+	$(py) -m pytest $(if $(ARGS),$(ARGS),-n $(WORKERS) --dist worksteal)
+
+# Measuring makes all Python several times slower, so it has a target of its own.
+coverage: env
+	$(py) -m pytest -n $(WORKERS) --dist worksteal --cov=pasta_lib --cov-report=term --cov-fail-under=90 $(ARGS)
 
 docs: env
 	$(py) tools/docs.py
