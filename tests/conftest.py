@@ -5,7 +5,9 @@ import shutil
 import pytest
 
 # Before torch is imported: two threads suit the smallest machine that the tests must run on, or two processes of one.
-os.environ.setdefault('OMP_NUM_THREADS', str(1 if 'PYTEST_XDIST_WORKER' in os.environ else min(2, os.cpu_count() or 1)))
+# (A process of several inherits what the first one set, so it has to be told.)
+if 'PYTEST_XDIST_WORKER' in os.environ: os.environ['OMP_NUM_THREADS'] = '1'
+else: os.environ.setdefault('OMP_NUM_THREADS', str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 # A hub that can't be reached should cost seconds, not minutes.
