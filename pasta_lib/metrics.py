@@ -161,7 +161,7 @@ class _Clock:
         self.own = [[] for _ in record.threads]                # each thread's tokens, in order
         for i, thread in enumerate(record.thread): self.own[thread].append(i)
         table = getattr(record, 'table', None)
-        self.denoised = [False] * n if table is None else [not table.causal[s] for s in record.segment]
+        self.denoised = [False] * n if table is None else [s < len(table) and not table.causal[s] for s in record.segment]
         self.joins = {}                                        # token -> the forks it joins
         for f, thread in enumerate(record.threads):
             if thread.joined is not None: self.joins.setdefault(thread.joined, []).append(f)
