@@ -401,13 +401,14 @@ def tiny_claims(rows: Sequence[dict]) -> list[dict]:
     at = lambda method, budget='', calls='all': of.get((method, budget, calls))
     point = lambda found: f'{found["accuracy"]:.1f}% at {found["live"]:.0f} live'
     dense, tip = at('dense'), at('tip')
+    seeds = f'seeds: {len({row["seed"] for row in rows})}'
     far, rivals = (at('dense', calls=longest), at('tip', calls=longest)), {(m, b): at(m, b) for m in ('streaming', 'h2o') for b in ('mean', 'peak')}
     share = far[1]['live'] / far[0]['live']
     found = [
-        claim('registers cost no accuracy', 'AIME 2024: 20.8% against 14.4% (Dense)', f'TIP {point(tip)}, Dense {point(dense)}', tip['accuracy'] >= dense['accuracy'] - 1, 'tiny'),
-        claim('less than half of the memory', '1,586 live tokens against 3,858', f'{share:.2f} of Dense at {longest:.0f} calls', share <= .5, 'tiny'),
+        claim('registers cost no accuracy', 'AIME 2024: 20.8% against 14.4% (Dense)', f'TIP {point(tip)}, Dense {point(dense)}; {seeds}', tip['accuracy'] >= dense['accuracy'] - 1, 'tiny'),
+        claim('less than half of the memory', '1,586 live tokens against 3,858', f'{share:.2f} of Dense at {longest:.0f} calls; {seeds}', share <= .5, 'tiny'),
         claim('better than forgetting by rule', '3 to 10 points above StreamingLLM and Paged H2O at more memory', '; '.join(
-            f'{NAMES[m]} at TIP\'s {b} {point(f)}' for (m, b), f in rivals.items()), all(tip['accuracy'] >= f['accuracy'] + 10 for f in rivals.values()), 'tiny')]
+            f'{NAMES[m]} at TIP\'s {b} {point(f)}' for (m, b), f in rivals.items()) + f'; {seeds}', all(tip['accuracy'] >= f['accuracy'] + 10 for f in rivals.values()), 'tiny')]
     if wasteful := at('wasteful'):
         grpo = {m: f for (m, b, calls), f in of.items() if m.startswith('grpo-') and calls == 'all'}
         less = {m: 1 - f['live'] / wasteful['live'] for m, f in grpo.items()}
