@@ -185,7 +185,7 @@ class TinyScale:
     n: int = 6                              # samples of each
     tests: int = 200                        # fresh problems
     lams: tuple[float, ...] = (1, 2, 4, 8, math.inf)
-    again: tuple[float, ...] = (4,)         # λ that get a second round
+    again: tuple[float, ...] = (1, 2, 4, 8, math.inf)      # λ that get a second round
 
 START_KINDS = dict(parts=.1, join=.3, mixed=.35, chain=.25)      # plain answers: much to look up, so that it is learnt
 BON_KINDS = dict.fromkeys(KINDS, 1.)                             # stage two: rare kinds have their say
