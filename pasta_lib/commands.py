@@ -240,6 +240,8 @@ class System(str, Enum):
     "Whose experiment."
     pasta = 'pasta'
     tip = 'tip'
+    planned = 'planned'
+    blocks = 'blocks'
 
 def lab_of(system: str):
     "The module of a system's experiment."
@@ -259,8 +261,8 @@ def read_seeds(text: str) -> list[int]:
 @command
 def experiment(system: System, scale: Size = Size.tiny, out: Annotated[Optional[Path], Flag(help='Folder of the runs.')] = None,
                seeds: Annotated[str, Flag(help='tiny only: one run each.')] = '0,1,2',
-               instructions: Annotated[Optional[str], Flag(help='smollm2 only: what to learn from; SET, SET=FILE, or (pasta) nothing beside the made prompts. [self_instruct; tip: gsm8k]')] = None,
-               sets: Annotated[Optional[str], Flag(help='smollm2 only: prompts to evaluate on; SET or SET=FILE, with commas between. [vicuna80,alpaca_eval; tip: gsm8k]')] = None,
+               instructions: Annotated[Optional[str], Flag(help='smollm2 only: what to learn from; SET, SET=FILE, or (pasta) nothing beside the made prompts. [self_instruct; tip, blocks: gsm8k]')] = None,
+               sets: Annotated[Optional[str], Flag(help='smollm2 only: prompts to evaluate on; SET or SET=FILE, with commas between. [pasta: vicuna80,alpaca_eval; planned: vicuna80; tip, blocks: gsm8k]')] = None,
                table: Annotated[Optional[Path], Flag(help='Write the table to this CSV file too.')] = None, as_json: Json = False):
     "Train and measure everything of a chapter's experiment (tiny: an hour or two; smollm2: under three hours); resumes."
     lab = lab_of(system.value)
