@@ -33,7 +33,7 @@ def solve(prompt: str, answer: str) -> float:
         if ask == 'S=all': want = 'S:' + ''.join((lines.get(one[0], '') + '????')[3] for one in asks[:-1])
         else:
             rule, size, needs = ask[2], int(ask[3:5]), ask[5:]
-            first = lines.get(needs, '????')[3] if needs else line[3:4]
+            first = (lines.get(needs, '') + '????')[3] if needs else line[3:4]
             want = f'{ask[0]}{rule}:' + ''.join(str((int(first) + STEP[rule] * k) % 10) for k in range(size)) if first.isdigit() else None
         right += line == want
     return right / len(asks)
