@@ -45,10 +45,6 @@ class Block(Span):
     @property
     def stability(self) -> float: return 1 - self.revised / max(1, self.filled.sum())
 
-    def reveal(self, rows, tokens, probs=None, revise=False):
-        super().reveal(rows, tokens, probs, revise)
-        self.step[rows] = self.h.forwards
-
     def reset(self):
         "Nothing was ever revealed here."
         self.tokens[~self.given], self.state, self.end = self.mask, DUMMY, self.limit

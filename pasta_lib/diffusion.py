@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MASK', 'DiffusionError', 'mask_id', 'noise', 'Toy', 'bound', 'bound_by_orders', 'sampled_bound', 'implied', 'Span',
-           'together', 'apart', 'noisy_layout', 'replay_noisy', 'Drift', 'drift', 'show_reveal']
+           'together', 'apart', 'noisy_layout', 'replay_noisy', 'Drift', 'drift', 'draw_steps', 'show_reveal']
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-003
 import itertools, math
@@ -36,8 +36,9 @@ def noise(ids, t, mask: int, generator: torch.Generator | None = None, keep=()) 
 
     `t`: a number in [0, 1], or a tensor that broadcasts to `ids`. `keep`: positions along the last axis that stay, as
     numbers or as booleans. `DiffusionError` if t is no probability."""
-    ids, t, keep = torch.as_tensor(ids), torch.as_tensor(t), torch.as_tensor(np.asarray(keep))
-    if not bool(((t >= 0) & (t <= 1)).all()): raise DiffusionError(f't={t.tolist()}'[:60], fix='t lies in [0, 1]')
+    ids, keep = torch.as_tensor(ids), torch.as_tensor(np.asarray(keep))
+    t = torch.as_tensor(t if isinstance(t, torch.Tensor) or np.asarray(t).dtype.kind in 'fiu' else math.nan)
+    if not bool(((t >= 0) & (t <= 1)).all()): raise DiffusionError(f't={t.tolist()}'[:60], fix='t is a number in [0, 1]')
     masked = torch.rand(ids.shape, generator=generator, device=ids.device) < t
     if len(keep): masked[..., keep] = False
     return torch.where(masked, mask, ids), masked
@@ -50,36 +51,42 @@ class Toy:
         self.length, self.vocab = self.table.ndim, self.table.shape[0]
 
     def __call__(self, seen: dict[int, int]) -> np.ndarray:
-        "p(token at i | seen) for every position: (L, V). `seen`: position -> token."
+        "p(token at i | seen) for every position: (L, V); zeros if no text has what is seen. `seen`: position -> token."
         left = self.table.copy()
         for i, token in seen.items(): np.moveaxis(left, i, 0)[np.arange(self.vocab) != token] = 0
         rows = [left.sum(tuple(j for j in range(self.length) if j != i)) for i in range(self.length)]
-        return np.stack(rows) / left.sum()
+        return np.stack(rows) / (left.sum() or 1)
 
-    def log(self, x: Sequence[int]) -> float: return float(np.log(self.table[tuple(x)]))
+    def log(self, x: Sequence[int]) -> float: return _log(self.table[tuple(x)])
+
+def _log(p: float) -> float:
+    "log p, −inf at 0."
+    with np.errstate(divide='ignore'): return float(np.log(p))
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-020
 def bound(predict: Callable, x: Sequence[int]) -> float:
-    "The bound on log p(x) in nats, exactly: a sum over all sets of masked positions. `predict(seen)` -> (L, V)."
+    """The bound on log p(x) in nats, exactly: a sum over all sets of masked positions. `predict(seen)` -> (L, V). −inf if the
+    model thinks a token of x impossible."""
     total, n = 0., len(x)
     for k in range(1, n + 1):
         for hidden in itertools.combinations(range(n), k):
-            total += _hidden_logs(predict, x, hidden) / (k * math.comb(n, k))
+            total += _hidden_logs(predict, x, hidden) / (k * math.comb(n, k))           # = (k − 1)! (n − k)! / n!
     return total
 
 def _hidden_logs(predict, x, hidden) -> float:
     "Sum of log p(x_i | what is not hidden) over the hidden positions."
     rows = predict({i: token for i, token in enumerate(x) if i not in hidden})
-    return sum(math.log(rows[i, x[i]]) for i in hidden)
+    return sum(_log(rows[i, x[i]]) for i in hidden)
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-023
 def bound_by_orders(predict: Callable, x: Sequence[int]) -> float:
     "The mean over all orders of log p(x), one position revealed per step. The same number as `bound`."
-    def chain(order): return sum(_hidden_logs_of(predict, x, order[:n], i) for n, i in enumerate(order))
     orders = list(itertools.permutations(range(len(x))))
-    return sum(map(chain, orders)) / len(orders)
+    return sum(_chain(predict, x, order) for order in orders) / len(orders)
 
-def _hidden_logs_of(predict, x, seen, i) -> float: return math.log(predict({j: x[j] for j in seen})[i, x[i]])
+def _chain(predict, x, order) -> float:
+    "log p(x) by the chain rule, its positions revealed in this order."
+    return sum(_log(predict({j: x[j] for j in order[:n]})[i, x[i]]) for n, i in enumerate(order))
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-026
 def sampled_bound(predict: Callable, x: Sequence[int], samples: int, generator: torch.Generator | None = None,
@@ -129,7 +136,7 @@ class Span:
         self.slots = h.pages.take(len(tokens), self.segment)
         _widen(h)
         self.positions = np.arange(position, position + len(tokens))
-        self.step = np.full(len(tokens), h.forwards + 1)           # of given tokens: the forward that reads them first
+        self.step = np.full(len(tokens), h.forwards + 1)           # the first forward that reads the token as it is
         self.prob = np.full(len(tokens), np.nan)
 
     def __len__(self) -> int: return len(self.tokens)
@@ -147,16 +154,24 @@ def _queries(self, want: Iterable[int] | None = None) -> Queries:
 
 def _reveal(self, rows: Sequence[int], tokens: Sequence[int], probs: Sequence[float] | None = None, revise: bool = False):
     "Decide these rows; `probs`: how sure the model was. `revise`: rows decided before may change. Given ones never do."
-    rows, tokens = (np.atleast_1d(np.asarray(values, np.int64)) for values in (rows, tokens))
+    rows, tokens = self.checked(rows, tokens)
     fine = ~self.given[rows] if revise else self.masked[rows]
-    if not fine.all():
-        raise DiffusionError(f'row {rows[~fine][0]} is not masked', f'span at {self.positions[0]}', 'reveal masked rows only')
-    if (tokens == self.mask).any(): raise DiffusionError('a mask can not be revealed', fix='forbid its id')
-    if ((tokens < 0) | (tokens >= self.h.engine.facts.vocab)).any():
-        raise DiffusionError('a token outside the vocabulary', f'{tokens.min()}-{tokens.max()} of {self.h.engine.facts.vocab}', 'reveal ids of this model')
+    if not fine.all(): raise DiffusionError(f'row {rows[~fine][0]} is not masked', self.place, 'reveal masked rows only')
     self.h.total += int(self.masked[rows].sum())
     self.tokens[rows], self.step[rows], self.masked[rows] = tokens, self.h.forwards + 1, False
     self.prob[rows] = np.nan if probs is None else probs
+
+def _checked(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    "Rows of the span, once each, and tokens of the model for them, as arrays. `DiffusionError` if they are something else."
+    rows, tokens, vocab = *(np.atleast_1d(np.asarray(values)) for values in (rows, tokens)), self.h.engine.facts.vocab
+    if not len(rows): rows, tokens = rows.astype(int), tokens.astype(int)
+    whole = rows.dtype.kind in 'iu' and tokens.dtype.kind in 'iu' and rows.shape == tokens.shape == np.unique(rows).shape
+    if not whole or ((rows < 0) | (rows >= len(self))).any():
+        raise DiffusionError(f'rows {rows.tolist()} for {len(tokens)} tokens'[:80], self.place, f'numbers below {len(self)}, once each')
+    if (tokens == self.mask).any(): raise DiffusionError('a mask can not be revealed', self.place, 'forbid its id')
+    if ((tokens < 0) | (tokens >= vocab)).any():
+        raise DiffusionError('a token outside the vocabulary', f'{tokens.min()} to {tokens.max()} of {vocab}', 'reveal ids of this model')
+    return rows, tokens
 
 def _write(self, clean: bool = True, control: Iterable[int] = (), given: str = 'forced'):
     """Note what is known of the span in the record, masked rows left out, and close its segment. `clean`: its slots hold
@@ -168,7 +183,8 @@ def _write(self, clean: bool = True, control: Iterable[int] = (), given: str = '
                           float(self.prob[i]), given if self.given[i] else 'sampled', token in control)
     if self.segment in self.h.rows: self.h.close(self.segment)
 
-Span.queries, Span.reveal, Span.write = _queries, _reveal, _write
+Span.place = property(lambda self: f'span at {self.positions[0]}')
+Span.queries, Span.reveal, Span.checked, Span.write = _queries, _reveal, _checked, _write
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-042
 def together(parts: Sequence[Queries]) -> Queries:
@@ -243,28 +259,39 @@ def drift(model, result: Result) -> Drift:
     return Drift(len(late), float(far.max()), float(far.mean()), int((exact.argmax(-1) != seen.argmax(-1)).sum()))
 
 # %% ../nbs/30_diffusion.ipynb #30diffusion-053
-def show_reveal(record: Record, tokenizer=None, ax=None):
-    "Draw the reveal step of every denoised token: a row per bidirectional segment, a cell per token. Returns ax."
+def draw_steps(rows: Sequence[tuple], ax=None):
+    """Draw when places were decided. `rows`: (name, steps (n,), texts) of each line; early is dark, 0 (given) is white. Returns
+    ax."""
     import matplotlib.pyplot as plt
-    segment, step = np.array(record.segment), np.array(record.step, float)
-    spans = [(record.table.names[s], np.flatnonzero(segment == s)) for s in np.unique(segment) if not record.table.causal[s]]
-    if not spans: raise DiffusionError('nothing was denoised', 'a record without a bidirectional segment')
-    width = max(len(own) for _, own in spans)
-    grid = np.full((len(spans), width), np.nan)
-    for row, (_, own) in enumerate(spans): grid[row, :len(own)] = step[own]
-    if ax is None: _, ax = plt.subplots(figsize=(min(14, 2 + .3 * width), .8 + .45 * len(spans)), layout='constrained')
-    image = ax.imshow(grid, cmap='viridis', aspect='auto', interpolation='nearest')
-    if tokenizer is not None: _letters(ax, record, spans, grid, tokenizer)
-    ax.set(xlabel='place in the span', yticks=range(len(spans)), yticklabels=[name[:24] for name, _ in spans])
-    bar = ax.figure.colorbar(image, ax=ax, label='decided in step')
-    for axis in (ax.xaxis, bar.ax.yaxis): axis.get_major_locator().set_params(integer=True)
+    grid = np.full((len(rows), max(len(steps) for _, steps, _ in rows)), np.nan)
+    for row, (_, steps, _) in enumerate(rows): grid[row, :len(steps)] = np.where(steps, steps, np.nan)
+    seen = grid[~np.isnan(grid)]
+    first, last = (seen.min(), seen.max()) if seen.size else (1, 1)
+    if ax is None: _, ax = plt.subplots(figsize=(min(14, 2 + .38 * grid.shape[1]), .8 + .36 * len(rows)), layout='constrained')
+    image = ax.imshow(grid, cmap='viridis', aspect='auto', interpolation='nearest', vmin=first, vmax=max(last, first + 1))
+    dark = grid < first + .6 * max(1, last - first)
+    for row, column, text in ((r, c, text) for r, (_, _, texts) in enumerate(rows) for c, text in enumerate(texts)):
+        style = dict(ha='center', va='center', fontsize=max(4, 10 - len(text)), color='w' if dark[row, column] else 'k')
+        ax.text(column, row, text.replace('$', r'\$'), **style)
+    ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    ax.set(xticks=[], xlabel='place'); ax.tick_params(length=0); ax.spines[:].set_visible(False)
+    ax.hlines(np.arange(1, len(rows)) - .5, -.5, grid.shape[1] - .5, color='w', lw=2)
+    ax.figure.colorbar(image, ax=ax, label='decided by forward').ax.yaxis.get_major_locator().set_params(integer=True)
     return ax
 
-def _letters(ax, record, spans, grid, tokenizer):
-    "Each token's text in its cell, where it is short; none in those of tags and padding."
-    middle = np.nanmean([np.nanmin(grid), np.nanmax(grid)])
-    for (row, column), i in [((r, c), i) for r, (_, own) in enumerate(spans) for c, i in enumerate(own)]:
-        text, dark = tokenizer.decode([record.token[i]]).strip(), grid[row, column] <= middle
-        style = dict(ha='center', va='center', fontsize=max(4, 9 - len(text)), color='white' if dark else 'black')
-        if text.isprintable() and len(text) <= 8 and not record.control[i]:
-            ax.text(column, row, text.replace('$', r'\$'), **style)
+def show_reveal(record: Record, tokenizer=None, ax=None):
+    """Draw which forward decided every denoised token: a row per bidirectional segment, a cell per token; given
+    ones are white. Segments in which nothing was decided, such as blocks of a prompt, are left out. Returns ax."""
+    spans = {}
+    for i, s in enumerate(record.segment):
+        if not record.table.causal[s]: spans.setdefault(s, []).append(i)
+    spans = {s: own for s, own in spans.items() if any(record.kind[i] == 'sampled' for i in own)}
+    if not spans: raise DiffusionError('nothing was denoised', 'a record without a denoised segment')
+    when = lambda own: np.array([record.step[i] - 1 if record.kind[i] == 'sampled' else 0 for i in own])
+    texts = lambda own: [_short(record, i, tokenizer) for i in own]
+    return draw_steps([(record.table.names[s][:24], when(own), texts(own)) for s, own in sorted(spans.items())], ax)
+
+def _short(record: Record, i: int, tokenizer) -> str:
+    "A token's text, where it is short; none for tags and padding."
+    text = '' if tokenizer is None or record.control[i] else tokenizer.decode([record.token[i]]).strip()
+    return text if text.isprintable() and len(text) <= 8 else ''

@@ -7,6 +7,7 @@ __all__ = ['masked_loss', 'planned_loss', 'multitf_loss', 'self_denoised', 'oput
            'draw_weights']
 
 # %% ../nbs/38_diffusion_losses.ipynb #38diffusionlosses-003
+import math
 from typing import Callable, Iterable
 import torch
 from torch import Tensor
@@ -74,15 +75,19 @@ def multitf_loss(logits: Tensor, labels: Tensor, masked: Tensor, num_items: int 
 @torch.no_grad()
 def self_denoised(logits: Tensor, ids: Tensor, masked: Tensor, forbidden: Iterable[int] = ()) -> Tensor:
     """The model's own guesses in place of the masks: logits (…, n, V), ids and masked (…, n) -> ids (…, n). The tokens
-    that stand at masked places (the mask itself) and those in `forbidden` are never guessed."""
+    that stand at masked places (the mask itself) and those in `forbidden` are never guessed. `LossError` if none is left."""
     never = torch.cat([ids[masked].unique(), ids.new_tensor(list(forbidden))])
-    guesses = logits[masked].index_fill(-1, never[never < logits.shape[-1]], -torch.inf).argmax(-1)
+    allowed = logits[masked].index_fill(-1, never[(never >= 0) & (never < logits.shape[-1])], -torch.inf)
+    best, guesses = allowed.max(-1)
+    if bool((best == -torch.inf).any()): raise LossError('no token may be guessed', 'all are forbidden', 'forbid fewer')
     return ids.masked_scatter(masked, guesses)
 
 def oput_loss(model: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor, masked: Tensor,
               forbidden: Iterable[int] = (), weight: float = 1., num_items: int | Tensor | None = None) -> Tensor:
     """MultiTF's loss on noisy ids (…, n) plus `weight` times the same on the model's own guesses (B.4.2). `model`: ids
     -> logits (…, n, V). The plain branch's logits, without gradient, are what guesses: two forwards, not three."""
+    if not (isinstance(weight, (int, float)) and 0 <= weight < math.inf):
+        raise LossError(f'weight={weight!r}', fix='use a number from 0 on')
     logits = model(ids)
     again = model(self_denoised(logits, ids, masked, forbidden))
     return multitf_loss(logits, labels, masked, num_items) + weight * multitf_loss(again, labels, masked, num_items)
@@ -96,6 +101,7 @@ def sdar_loss(logits: Tensor, labels: Tensor, masked: Tensor, block: Tensor, t: 
     if not epsilon > 0: raise LossError(f'ε = {epsilon}', fix='use a small positive number')
     if normalise not in ('blocks', 'weights'): raise LossError(f'normalise={normalise!r}', fix='use blocks or weights')
     known = _known(labels, masked)
+    t = None if t is None else torch.as_tensor(t, device=labels.device)
     terms, inside = _terms(logits, labels, known), _in_block(labels, known, block, t)
     sizes, hidden, sums = (_per_block(x, inside) for x in (torch.ones_like(terms), known.to(terms.dtype), terms))
     ratio = hidden / sizes.clamp(min=1) if t is None else t.to(terms)              # (…, blocks)
@@ -110,6 +116,9 @@ def _in_block(labels: Tensor, known: Tensor, block: Tensor, t: Tensor | None) ->
         what = f'blocks of shape {tuple(block.shape)} and type {block.dtype}'
         raise LossError(what, f'labels of shape {tuple(labels.shape)}', 'give a number for each label')
     most = int(block.max()) + 1 if block.numel() else 0
+    try: t is None or t.broadcast_to(*labels.shape[:-1], t.shape[-1])
+    except (RuntimeError, IndexError) as e:
+        raise LossError(f't of shape {tuple(t.shape)}', f'labels of shape {tuple(labels.shape)}', '(blocks,) or (…, blocks)') from e
     count = max(most, 1) if t is None else t.shape[-1]
     if most > count: raise LossError(f'block {most - 1}', f'{count} ratios', 'give t a ratio for each block')
     if t is not None and t.numel() and not 0 <= t.min() <= t.max() <= 1:

@@ -21,8 +21,10 @@ from pathlib import Path
 import numpy as np
 from .core import PastaError
 from .engine import Decoding, strategy
-from .experiment_pasta import LABELS, RULES, Annotator, Part, Problem, averaged, claim as pasta_claim, grade as plain_grade, percent, read_table, save_table
+from .experiment_pasta import LABELS, RULES, Annotator, Part, Problem, averaged, percent, read_table, save_table
+from .experiment_pasta import claim as pasta_claim, grade as plain_grade
 from .metrics import geometric_mean
+from .orders import ORDERS
 from .pasta import reserving
 from .planned import Knobs, Planning, get_order, plan_ids, plan_pieces, span_room, to_plan
 from .tags import Document, Topic, parse
@@ -68,7 +70,7 @@ def problem_rows(n: int, seed: int | str, sizes: Sequence[int] = SIZES) -> list[
     rng, annotate, rows = random.Random(f'planned {seed}'), Annotator(0, 0), []
     for k in range(n):
         problem = make_problem(rng, sizes=sizes)
-        rows.append(dict(id=f'{seed}-{k}', prompt=problem.prompt, response=problem.answer, tagged_text=annotate(problem, rng), kind=problem.kind))
+        rows.append(dict(id=f'{seed}-{k}', prompt=problem.prompt, response=problem.answer, kind=problem.kind, tagged_text=annotate(problem, rng)))
     return rows
 
 def tens(tokens: int) -> int:
@@ -115,15 +117,16 @@ class TinyScale:
     start_rows: int = 40_000                # plain and one-span answers, on which one model is trained that all others start from
     rows: int = 3_000                        # annotated rows, for every method
     rounds: int = 4                          # passes over them
-    tests: int = 50                          # fresh problems
+    tests: int = 40                          # fresh problems
     steps_ratios: tuple[float, ...] = (1., .3, .1)
     confidence_thresholds: tuple[float, ...] = (0., .5, .9)
     length_scales: tuple[float, ...] = (.8, 1., 1.25)
-    orders: tuple[str, ...] = ('random', 'entropy', 'confidence', 'margin', 'left_to_right', 'all_at_once', 'semi_autoregressive:30', 'above:0.9', 'factor:1')
+    orders: tuple[str, ...] = (*ORDERS, 'semi_autoregressive:30', 'above:0.9', 'factor:1')
     controls: int = 1                        # so many of the seeds train `unpadded`
 
 MODEL = dict(layers=4, hidden=128, heads=4, kv_heads=4, tie=True)
-SFT = dict(prompt='raw', batch=16, micro_batch=16, warmup=.05, weight_decay=.01, save_every=200, device='cpu', learning_rate=2e-3, max_length=512)
+SFT = dict(prompt='raw', batch=16, micro_batch=16, warmup=.05, weight_decay=.01, save_every=200, device='cpu', learning_rate=2e-3,
+           max_length=512)
 START = SFT | dict(model='tiny', model_options=MODEL, tags='plan', easy=.25)
 MAIN = dict(steps_ratio=.3, confidence_threshold=.5)           # knobs of Planned Diffusion where there is one point only
 TOO_LONG = 1., 1.25, 1.5, 2.                                   # length scales that show what padding is for
@@ -136,7 +139,8 @@ def start_rows(n: int) -> list[dict]:
 def tiny_data(folder: Path, seed: int, scale: TinyScale):
     "Writes what is read: the start's rows beside the folder, annotated and one-span rows in it."
     from pasta_lib.jobs import write_jsonl
-    made = {folder.parent / 'start.jsonl': lambda: start_rows(scale.start_rows), folder / 'rows.jsonl': lambda: problem_rows(scale.rows, seed),
+    made = {folder.parent / 'start.jsonl': lambda: start_rows(scale.start_rows),
+            folder / 'rows.jsonl': lambda: problem_rows(scale.rows, seed),
             folder / 'whole-rows.jsonl': lambda: map(in_one_span, problem_rows(scale.rows, seed))}
     for path, make in made.items():
         if not path.exists(): write_jsonl(path, make())
@@ -177,7 +181,8 @@ BY = 'method', 'epochs', 'order', 'steps_ratio', 'confidence_threshold', 'length
 def contestants(scale: TinyScale, control: bool = False) -> list[Contestant]:
     "Everything that the tiny experiment compares; the first is AR."
     last, found = scale.rounds, [Contestant('ar', f'ar-{scale.rounds}', 'ar'), Contestant('pasta', 'pasta', 'pasta')]
-    planned = lambda method, checkpoint, epochs='', **knobs: found.append(Contestant(method, checkpoint, 'planned', dict(order='entropy') | knobs, epochs))
+    def planned(method, checkpoint, epochs='', **knobs):
+        found.append(Contestant(method, checkpoint, 'planned', dict(order='entropy') | knobs, epochs))
     for ratio, threshold, length in itertools.product(scale.steps_ratios, scale.confidence_thresholds, scale.length_scales):
         planned('planned', f'planned-{last}', steps_ratio=ratio, confidence_threshold=threshold, length_scale=length)
     for order in scale.orders:
@@ -187,7 +192,8 @@ def contestants(scale: TinyScale, control: bool = False) -> list[Contestant]:
         found.append(Contestant('ar by epochs', f'ar-{r}', 'ar', {}, r))
         planned('planned by epochs', f'planned-{r}', r, **MAIN, length_scale=1.)
     for checkpoint in ('planned', 'unpadded')[:1 + control]:
-        for length in TOO_LONG: planned(f'{checkpoint}, too long', f'planned-{last}' if checkpoint == 'planned' else checkpoint, **MAIN, length_scale=length)
+        trained = f'planned-{last}' if checkpoint == 'planned' else checkpoint
+        for length in TOO_LONG: planned(f'{checkpoint}, too long', trained, **MAIN, length_scale=length)
     return found
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-025
@@ -199,9 +205,10 @@ def answer(engine, contestant: Contestant, row: dict) -> dict:
     seconds = time.perf_counter() - began
     if reason := failure(result): raise reason
     counts = result.counts
-    return dict(text=result.text, grade=grade(result.text, row['prompt']), seconds=seconds, forwards=result.forwards, tokens=result.generated_tokens,
-                steps=counts.get('steps', 0), spans=counts.get('spans', 0), problems=[p.rule for p in counts.get('problems', ())],
-                lengths=[(span.title, span.predicted, span.used) for span in counts.get('lengths', ())] if contestant.way == 'planned' else [])
+    spans = counts.get('lengths', ()) if contestant.way == 'planned' else ()
+    return dict(text=result.text, grade=grade(result.text, row['prompt']), seconds=seconds, forwards=result.forwards,
+                tokens=result.generated_tokens, steps=counts.get('steps', 0), spans=counts.get('spans', 0), 
+                problems=[p.rule for p in counts.get('problems', ())], lengths=[(span.title, span.predicted, span.used) for span in spans])
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-026
 def decode(folder: Path, all_of: Sequence[Contestant], rows: Sequence[dict], out: Path) -> list[dict]:
@@ -238,8 +245,8 @@ def measure(problems: Sequence[dict], contestant: Contestant, baseline: str) -> 
     knobs = {name: contestant.knobs.get(name, '') for name in BY[2:]}
     return dict(method=contestant.method, epochs=contestant.epochs) | knobs | dict(
         accuracy=percent(a['grade'] == 1 for a in own), parts_right=100 * mean('grade'), speedup=mean('seconds', other) / mean('seconds'),
-        seconds=mean('seconds'), forwards=mean('forwards'), steps=mean('steps'), tokens=mean('tokens'), planned=percent(a['spans'] for a in own),
-        malformed=percent(a['problems'] for a in own)) | length_facts(problems, contestant.name) | dict(n=len(own))
+        seconds=mean('seconds'), forwards=mean('forwards'), steps=mean('steps'), tokens=mean('tokens'),
+        planned=percent(a['spans'] for a in own), malformed=percent(a['problems'] for a in own)) | length_facts(problems, contestant.name) | dict(n=len(own))
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-029
 def fresh_rows(n: int, seed: int, seen: Iterable[str] = ()) -> list[dict]:
@@ -263,7 +270,8 @@ def run_tiny(out: str | Path = 'runs/planned-tiny', seeds: Sequence[int] = (0, 1
     for k, seed in enumerate(seeds):
         folder = Path(out) / str(seed)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, found in tiny_stages(folder, seed, scale, k < scale.controls): report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
+        for name, found in tiny_stages(folder, seed, scale, k < scale.controls):
+            report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
         rows += tiny_results(folder, seed, scale)
     if table: save_table(rows, table, seed='-'.join(map(str, seeds)))
     return rows
@@ -275,9 +283,10 @@ def format_table(rows: Sequence[dict], scale: str = 'tiny') -> str:
     "Rows for people: one point per method and order, and Planned Diffusion's knobs. Without rows, the command that makes them."
     import pandas as pd
     if not rows: return f'no table yet: pasta experiment planned --scale {scale}'
-    name = lambda row: row['method'] + (f', {row["order"]}' if row['method'] == 'diffusion' else f', {row["epochs"]:g}' if row.get('epochs') else '')
+    def name(row): return row['method'] + (f', {row["order"]}' if row['method'] == 'diffusion' else f', {row["epochs"]:g}' if row.get('epochs') else '')
     rows = [row | dict(method=name(row)) for row in rows]
-    return pd.DataFrame([{k: v for k, v in row.items() if k not in FOLDED} for row in rows]).to_string(index=False, float_format='{:.2f}'.format)
+    shown = [{k: v for k, v in row.items() if k not in FOLDED} for row in rows]
+    return pd.DataFrame(shown).to_string(index=False, float_format='{:.2f}'.format)
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-036
 def front(rows: Sequence[dict], method: str) -> list[dict]:
@@ -302,7 +311,8 @@ def draw_front(rows: Sequence[dict], ax=None):
     ax, of = ax or plt.subplots(figsize=(7.5, 4.2), layout='constrained')[1], points(rows)
     for method, colour in COLOURS.items():
         own = [row for row in of if row['method'] == method]
-        ax.scatter([row['speedup'] for row in own], [row['accuracy'] for row in own], s=60 if len(own) == 1 else 16, color=colour, alpha=.7, lw=0)
+        size = 60 if len(own) == 1 else 16
+        ax.scatter([row['speedup'] for row in own], [row['accuracy'] for row in own], s=size, color=colour, alpha=.7, lw=0)
         line = front(of, method)
         ax.step([row['speedup'] for row in line], [row['accuracy'] for row in line], color=colour, where='pre', label=NAMES[method])
     ax.set(xlabel='times as fast as AR (seconds)', ylabel='answers right in every part (%)', xscale='log')
@@ -311,12 +321,14 @@ def draw_front(rows: Sequence[dict], ax=None):
     return ax
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-039
-KNOBS = dict(steps_ratio='steps per token of the longest span', confidence_threshold='confidence threshold', length_scale='masks per planned token')
+KNOBS = dict(steps_ratio='steps per token of the longest span', confidence_threshold='confidence threshold',
+             length_scale='masks per planned token')
 
 def by_knob(rows: Sequence[dict], knob: str) -> list[dict]:
     "Of Planned Diffusion's grid: mean speedup and accuracy at each value of a knob, over all values of the others and over seeds."
     own = averaged([row for row in rows if row['method'] == 'planned'], (knob,))
-    return sorted((dict(value=value, speedup=found['speedup'], accuracy=found['accuracy']) for (value,), found in own.items()), key=lambda row: row['value'])
+    rows = (dict(value=value, speedup=found['speedup'], accuracy=found['accuracy']) for (value,), found in own.items())
+    return sorted(rows, key=lambda row: row['value'])
 
 def draw_knobs(rows: Sequence[dict]):
     "Speedup (blue, left) and accuracy (green, right) against each knob, the others averaged. Returns the three axes."
@@ -333,10 +345,11 @@ def draw_knobs(rows: Sequence[dict]):
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-040
 def draw_epochs(rows: Sequence[dict]):
-    "Accuracy after each pass over the rows, AR and Planned Diffusion, and by how much masks are too many, padded or not. Returns the two axes."
+    "Accuracy after each pass over the rows, and with too many masks, padded in training or not. Returns the two axes."
     import matplotlib.pyplot as plt
     axes, of = plt.subplots(1, 2, figsize=(9, 3.2), layout='constrained')[1], points(rows)
-    for ax, name, methods in ((axes[0], 'epochs', ('ar by epochs', 'planned by epochs')), (axes[1], 'length_scale', ('planned, too long', 'unpadded, too long'))):
+    methods_of = dict(epochs=('ar by epochs', 'planned by epochs'), length_scale=('planned, too long', 'unpadded, too long'))
+    for ax, (name, methods) in zip(axes, methods_of.items()):
         for method, colour in zip(methods, ('grey', 'tab:blue') if name == 'epochs' else ('tab:blue', 'tab:purple')):
             own = sorted((row[name], row['accuracy']) for row in of if row['method'] == method)
             if own: ax.plot(*zip(*own), 'o-', color=colour, label=method.partition(' by')[0].partition(',')[0])
@@ -344,12 +357,13 @@ def draw_epochs(rows: Sequence[dict]):
         ax.legend(frameon=False)
     return axes
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-045
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-048
 @dataclass
 class RealScale:
     "How much of SmolLM2 to run."
     max_new_tokens: int = 512
     temperature: float = .6
+    epochs: int = 2                          # passes over chapter 50's rows
     steps_ratio: float = .5
     confidence_threshold: float = .3
     batch: int = 16
@@ -369,9 +383,9 @@ def real_path(folder: Path, scale: RealScale, instructions: str = 'self_instruct
         yield from self_answers(folder, PastaScale(), instructions)
         rows = folder / 'train.jsonl'
     config = Path(pasta_lib.__file__).parents[1] / 'data' / 'configs' / 'planned_sft_smollm2.yaml'
-    yield 'planned', train('planned-sft', config, folder / 'planned', True, dict(data=str(rows)))
+    yield 'planned', train('planned-sft', config, folder / 'planned', True, dict(data=str(rows), epochs=scale.epochs))
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-046
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-049
 def real_request(method: str, prompt, scale: RealScale, **options):
     "What is asked of the `baseline` or the `planned` model."
     from pasta_lib.engine import ar
@@ -394,7 +408,7 @@ def real_answers(out: Path, prompts: Sequence[dict], checkpoint: str | Path, met
     found = {row['id']: row for row in read_jsonl(out)}
     return [found[row['id']] for row in prompts if row['id'] in found]
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-047
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-050
 def words_of(result, tokenizer) -> int:
     "Tokens of what a person reads: no tags, no padding."
     return len(tokenizer.encode(result.text, add_special_tokens=False))
@@ -404,8 +418,8 @@ def tell(row: dict, result, tokenizer) -> dict:
     counts = result.counts
     lengths = counts.get('lengths', ())
     return dict(id=row['id'], prompt=row['prompt'], text=result.text, tagged_text=result.tagged_text, tokens=words_of(result, tokenizer),
-                forwards=result.forwards, steps=counts.get('steps', 0), spans=counts.get('spans', 0), rows=counts.get('rows', 0), finish_reason=result.finish_reason,
-                problems=[p.rule for p in counts.get('problems', ())], masks=sum(span.masks for span in lengths), used=sum(span.used for span in lengths))
+                forwards=result.forwards, finish_reason=result.finish_reason, **{name: counts.get(name, 0) for name in ('steps', 'spans', 'rows')},
+                problems=[p.rule for p in counts.get('problems', ())], **{name: sum(getattr(s, name) for s in lengths) for name in ('masks', 'used')})
 
 def preferences(judge, own: Sequence[dict], other: Sequence[dict]) -> list[float]:
     "For every prompt how much a judge prefers the first answer, from 0 to 1, mean over both orders."
@@ -413,7 +427,7 @@ def preferences(judge, own: Sequence[dict], other: Sequence[dict]) -> list[float
     said = compare(judge, [(a['prompt'], a['text'], b['text']) for a, b in zip(own, other)])
     return [.5 + (first.preference + second.preference) / 4 for first, second in said]
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-048
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-051
 def compare_real(answers: dict[str, list[dict]], judge) -> list[dict]:
     """A row per method over the prompts that both have answered: share of answers with a plan and of malformed ones (%), forwards and
     steps, tokens per forward, text per mask, loops (%), and the win rate over `baseline` (%, both orders) with a 95% interval."""
@@ -427,15 +441,17 @@ def compare_real(answers: dict[str, list[dict]], judge) -> list[dict]:
         mean, total = lambda name: sum(a[name] for a in own) / len(own), lambda name: sum(a[name] for a in own)
         liked = preferences(judge, own, kept['baseline'])
         won = interval(win_rate, liked)
-        rows.append(dict(method=method, plans=percent(a['spans'] for a in own), malformed=percent(a['problems'] for a in own), forwards=mean('forwards'),
-                         steps=mean('steps'), tokens=mean('tokens'), per_forward=geometric_mean([max(1, a['tokens']) / max(1, a['forwards']) for a in own]),
+        per_forward = geometric_mean([max(1, a['tokens']) / max(1, a['forwards']) for a in own])
+        rows.append(dict(method=method, plans=percent(a['spans'] for a in own), malformed=percent(a['problems'] for a in own),
+                         forwards=mean('forwards'), steps=mean('steps'), tokens=mean('tokens'), per_forward=per_forward,
                          used=100 * total('used') / max(1, total('masks')), words=sum(len(a['text'].split()) for a in own) / len(own),
-                         ended=percent(a['finish_reason'] == 'eos' for a in own), loops=percent(loop_share(a['text']) > .15 for a in own), win_rate=won.value,
+                         ended=percent(a['finish_reason'] == 'eos' for a in own),
+                         loops=percent(loop_share(a['text']) > .15 for a in own), win_rate=won.value,
                          win_rate_low=won.low, win_rate_high=won.high, n=len(own),
                          win_rate_length_controlled=length_controlled_win_rate(liked, lengths[method], lengths['baseline'])))
     return rows
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-049
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-052
 def time_real(checkpoints: dict[str, str | Path], scale: RealScale, seed: int = 2) -> dict[str, float]:
     "Times as fast as the baseline, method by method: seconds per token of answers to open made prompts, alone, in interleaved rounds."
     from pasta_lib.engine import Engine
@@ -450,12 +466,14 @@ def time_real(checkpoints: dict[str, str | Path], scale: RealScale, seed: int = 
     rate = {name: tokens[name] / seconds[name] for name in engines}
     return {name: rate[name] / rate['baseline'] for name in engines}
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-050
-def measured(out: Path, asked: Sequence[dict], checkpoints: dict[str, str | Path], scale: RealScale, speed: dict[str, float], seed: int = 0) -> list[dict]:
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-053
+def measured(out: Path, asked: Sequence[dict], checkpoints: dict[str, str | Path], scale: RealScale, speed: dict[str, float],
+             seed: int = 0) -> list[dict]:
     "The comparison's rows on these prompts; answers are kept in files that start with `out`."
     from pasta_lib.judge import LikelihoodJudge
     from pasta_lib.models import load
-    answers = {name: real_answers(out.with_name(f'{out.name}-{name}.jsonl'), asked, checkpoint, name, scale, seed) for name, checkpoint in checkpoints.items()}
+    answers = {name: real_answers(out.with_name(f'{out.name}-{name}.jsonl'), asked, checkpoint, name, scale, seed)
+               for name, checkpoint in checkpoints.items()}
     return [row | dict(speedup=speed[row['method']]) for row in compare_real(answers, LikelihoodJudge(*load('smollm2', dtype='bfloat16')))]
 
 def run_real(out: str | Path = 'runs/planned-smollm2', scale: RealScale | None = None, instructions: str = 'self_instruct',
@@ -474,10 +492,11 @@ def run_real(out: str | Path = 'runs/planned-smollm2', scale: RealScale | None =
     if table: save_table(rows, table, dtype='bfloat16')
     return rows
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-053
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-056
 def claim(text: str, theirs: str, ours: str, holds: bool | None, scale: str) -> dict:
     "One line of the comparison. `holds`: None where nothing was measured that could tell."
-    return pasta_claim(text, theirs, ours, holds, scale) | dict(system='planned', paper='Planned Diffusion', command=f'pasta experiment planned --scale {scale}')
+    own = dict(system='planned', paper='Planned Diffusion', command=f'pasta experiment planned --scale {scale}')
+    return pasta_claim(text, theirs, ours, holds, scale) | own
 
 def point(row: dict) -> str: return f'{row["speedup"]:.2f}× at {row["accuracy"]:.1f}%'
 
@@ -491,7 +510,7 @@ def beaten(rows: Sequence[dict], least: float) -> dict[str, tuple[int, int]]:
         found[row['order']] = won + beat, of + 1
     return found
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-054
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-057
 def front_claims(of: Sequence[dict], tail: str) -> list[dict]:
     "Speed at small losses, and the front against diffusion without a plan."
     at = {method: next(row for row in of if row['method'] == method) for method in ('ar', 'pasta')}
@@ -507,7 +526,7 @@ def front_claims(of: Sequence[dict], tail: str) -> list[dict]:
     return [*found, claim('a plan beats diffusion without one, in every order', 'Planned Diffusion\'s front above Dream\'s',
                           f'points beaten: {told}; its most accurate ({best["order"]}) {point(best)}{tail}', all(w == n for w, n in won.values()), 'tiny')]
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-055
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-058
 def knob_claims(rows: Sequence[dict], tail: str) -> list[dict]:
     "Does each knob move speed and accuracy as the thesis says? Means over the other knobs' values."
     found = []
@@ -520,10 +539,11 @@ def knob_claims(rows: Sequence[dict], tail: str) -> list[dict]:
     of = {row['value']: row for row in by_knob(rows, 'length_scale')}
     small, whole, large = of[min(of)], of[1.], of[max(of)]
     ours = ', '.join(f'{value:g}: {point(row)}' for value, row in of.items()) + tail
-    holds = small['accuracy'] < whole['accuracy'] - 1 and small['speedup'] >= whole['speedup'] >= large['speedup'] and large['accuracy'] >= whole['accuracy'] - 2
+    speed = small['speedup'] >= whole['speedup'] >= large['speedup']
+    holds = speed and small['accuracy'] < whole['accuracy'] - 1 and large['accuracy'] >= whole['accuracy'] - 2
     return [*found, claim('fewer masks: faster and worse; more: slower and no worse', 'length scale trades speed for quality', ours, holds, 'tiny')]
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-056
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-059
 def training_claims(of: Sequence[dict], tail: str) -> list[dict]:
     "Epochs, planned lengths, and what padding is for."
     def series(method, name): return sorted((row[name], row) for row in of if row['method'] == method)
@@ -532,12 +552,15 @@ def training_claims(of: Sequence[dict], tail: str) -> list[dict]:
     if len(gains['ar']) > 1:
         ours = '; '.join(f'{NAMES[method]} ' + ' '.join(f'{a:.1f}' for a in values) for method, values in gains.items()) + tail
         late = {method: values[-1] - values[-2] for method, values in gains.items()}
-        found.append(claim('more epochs keep helping, where AR stops', 'quality rises with epochs, AR plateaus', ours, late['planned'] > max(0, late['ar']), 'tiny'))
+        helps = late['planned'] > max(0, late['ar'])
+        found.append(claim('more epochs keep helping, where AR stops', 'quality rises with epochs, AR plateaus', ours, helps, 'tiny'))
     spans = next(row for row in of if row['method'] == 'planned' and row['length_scale'] == 1)
-    found.append(claim('the model plans lengths well', 'lengths in tens', f'mean error {spans["length_error"]:.2f} tokens, {spans["too_short"]:.1f}% too short{tail}',
+    ours = f'mean error {spans["length_error"]:.2f} tokens, {spans["too_short"]:.1f}% too short{tail}'
+    found.append(claim('the model plans lengths well', 'lengths in tens', ours,
                        spans['length_error'] <= 2 and spans['too_short'] <= 2, 'tiny'))
     long = {method: [row for _, row in series(f'{method}, too long', 'length_scale')] for method in ('planned', 'unpadded')}
-    ours = '; '.join(f'{method} ' + ' '.join(f'{row["length_scale"]:g}: {row["accuracy"]:.1f}%' for row in values) for method, values in long.items() if values) + tail
+    told = lambda values: ' '.join(f'{row["length_scale"]:g}: {row["accuracy"]:.1f}%' for row in values)
+    ours = '; '.join(f'{method} {told(values)}' for method, values in long.items() if values) + tail
     lost = {method: values[0]['accuracy'] - values[1]['accuracy'] for method, values in long.items() if len(values) > 1}
     if lost: found.append(claim('padding makes too long harmless', '0 to 10 tokens of padding in training', ours, lost['planned'] <= 2, 'tiny'))
     return found
@@ -548,18 +571,19 @@ def tiny_claims(rows: Sequence[dict]) -> list[dict]:
     of, tail = points(rows), f'; seeds: {len({row["seed"] for row in rows})}'
     return front_claims(of, tail) + knob_claims(rows, tail) + training_claims(of, tail)
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-057
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-060
 def real_claims(rows: Sequence[dict]) -> list[dict]:
     "The thesis's claims beside the SmolLM2 table (its first set of prompts)."
     if not rows: return []
     of = {row['method']: row for row in rows if row['set'] == rows[0]['set']}
     base, own = of['baseline'], of['planned']
-    return [claim('a real model learns to plan', 'Dream 7B plans its AlpacaEval answers', f'{rows[0]["set"]}: plans in {own["plans"]:.0f}% of answers, {own["malformed"]:.0f}% malformed',
+    plans = f'{rows[0]["set"]}: plans in {own["plans"]:.0f}% of answers, {own["malformed"]:.0f}% malformed'
+    rate = f'{own["speedup"]:.2f}× the tokens per second, {own["per_forward"]:.2f} tokens per forward (AR {base["per_forward"]:.2f})'
+    liked = f'by a weak judge {own["win_rate"]:.1f}% [{own["win_rate_low"]:.1f}, {own["win_rate_high"]:.1f}] of AR\'s'
+    return [claim('a real model learns to plan', 'Dream 7B plans its AlpacaEval answers', plans,
                   own['plans'] >= 25 and own['malformed'] <= 10, 'smollm2'),
-            claim('a plan saves time', '1.27× to 1.81×', f'{own["speedup"]:.2f}× the tokens per second, {own["per_forward"]:.2f} tokens per forward (AR {base["per_forward"]:.2f})',
-                  own['speedup'] >= 1.27, 'smollm2'),
-            claim('quality near the baseline\'s', 'win rate 0.87% to 5.4% lower', f'by a weak judge {own["win_rate"]:.1f}% [{own["win_rate_low"]:.1f}, {own["win_rate_high"]:.1f}] of AR\'s',
-                  own['win_rate_high'] >= 44.6, 'smollm2')]
+            claim('a plan saves time', '1.27× to 1.81×', rate, own['speedup'] >= 1.27, 'smollm2'),
+            claim('quality near the baseline\'s', 'win rate 0.87% to 5.4% lower', liked, own['win_rate_high'] >= 44.6, 'smollm2')]
 
 def claims(folder: str | Path | None = None) -> list[dict]:
     "All claims beside the committed tables (or those in `folder`)."
@@ -567,13 +591,14 @@ def claims(folder: str | Path | None = None) -> list[dict]:
     folder = Path(folder or Path(pasta_lib.__file__).parents[1] / 'data' / 'results')
     return tiny_claims(read_table(folder / 'planned_tiny.csv')) + real_claims(read_table(folder / 'planned_smollm2.csv'))
 
-# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-060
-CHECKPOINTS = {'ar-4': 'tiny-planned-ar', 'planned-4': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion', 'pasta': 'tiny-planned-pasta'}   # committed, seed 0
+# %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-063
+CHECKPOINTS = {'ar-4': 'tiny-planned-ar', 'planned-4': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion',
+               'pasta': 'tiny-planned-pasta'}           # committed, of seed 0
 ASKED = 'made:400'                          # what `pasta eval planned --scale smollm2` asks by default
 REAL_CHECKPOINTS = dict(baseline=BASELINE, planned='smollm2-planned')
 
 def evaluate_tiny(limit: int = 10, seed: int = 0, folder: str | Path | None = None) -> list[dict]:
-    "Table rows of each method on so many fresh problems, with few settings of the knobs: of the committed checkpoints, or of a folder of `run_tiny`."
+    "Table rows of each method on so many fresh problems, with few settings of the knobs: of the committed checkpoints, or of a folder."
     import tempfile
     scale = TinyScale(steps_ratios=(.3, .1), confidence_thresholds=(0., .5), length_scales=(1.,), orders=('entropy', 'above:0.9'))
     all_of = [c for c in contestants(scale) if c.method in COLOURS]
@@ -588,4 +613,5 @@ def evaluate_real(prompts: Sequence[dict], seed: int = 0, folder: str | Path | N
     import tempfile
     checkpoints = dict(REAL_CHECKPOINTS, planned=Path(folder) / 'planned') if folder else REAL_CHECKPOINTS
     scale = RealScale()
-    with tempfile.TemporaryDirectory() as out: return measured(Path(out) / 'eval', prompts, checkpoints, scale, time_real(checkpoints, scale), seed)
+    with tempfile.TemporaryDirectory() as out:
+        return measured(Path(out) / 'eval', prompts, checkpoints, scale, time_real(checkpoints, scale), seed)

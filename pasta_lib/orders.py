@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Order', 'ORDERS', 'SETTINGS', 'OrderError', 'Candidates', 'never', 'sampled', 'candidates', 'random', 'entropy',
            'confidence', 'margin', 'left_to_right', 'all_at_once', 'semi_autoregressive', 'above', 'factor',
-           'get_order', 'shares', 'choose', 'Denoised', 'denoise', 'Counted', 'show_reveals']
+           'running_set', 'get_order', 'shares', 'choose', 'Denoised', 'denoise', 'Counted', 'show_reveals']
 
 # %% ../nbs/31_orders.ipynb #31orders-003
 import math, re
@@ -14,6 +14,7 @@ from typing import Callable, Iterable, Sequence
 import numpy as np
 import torch
 from .core import PastaError
+from .diffusion import draw_steps
 from .engine import OptionError, _number, _whole
 
 # %% ../nbs/31_orders.ipynb #31orders-007
@@ -62,10 +63,18 @@ def candidates(logits: torch.Tensor, masked, forbidden: Iterable[int] = (), temp
     rows = _masked_rows(masked, len(logits))
     part = logits if len(logits) == len(rows) else logits[torch.as_tensor(rows, device=logits.device)]
     allowed = _allowed(part, forbidden)
-    p = allowed.softmax(-1)
-    best, tokens = p.topk(min(2, p.shape[-1])).values, sampled(allowed, temperature, generator)
-    numbers = torch.stack([best[:, 0], best[:, 0] - best[:, 1:].sum(-1), torch.special.entr(p).sum(-1)])
-    return Candidates(rows, tokens.cpu().numpy(), *numbers.double().cpu().numpy())
+    tokens = sampled(allowed, temperature, generator)
+    return Candidates(rows, tokens.cpu().numpy(), *_sureness(allowed).double().cpu().numpy())
+
+def _sureness(logits: torch.Tensor) -> torch.Tensor:
+    "Confidence, margin and entropy of rows of logits (n, vocab): (3, n). With vocabularies in mind: few passes over them."
+    best, at = logits.max(-1, keepdim=True)
+    below = (logits - best).clamp_(min=-1e4)                 # −∞ · 0 would be no number
+    weight = below.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - (weight * below).sum(-1) / total
+    second = weight.scatter_(-1, at, 0).amax(-1)             # the best weighs 1
+    return torch.stack([1 / total, (1 - second) / total, entropy])
 
 # %% ../nbs/31_orders.ipynb #31orders-015
 def _check_temperature(t):
@@ -149,22 +158,36 @@ def factor(f: float) -> Order:
         return _lowest(-c.confidence, int((np.sort(c.confidence)[::-1] >= 1 - f / (n + 1)).sum()))
     return factor
 
+def running_set(block: int, buffer: int = 4, threshold: float = .95, add: float = .1) -> Order:
+    """Of blocks of so many rows up to `buffer` at once, each begun when more than a share `add` of the one before is revealed;
+    in these all surer than the threshold, at least the surest of the first block. It ignores `share`."""
+    fit = _whole(block) and _whole(buffer) and all(_number(share) and 0 <= share <= 1 for share in (threshold, add))
+    if not fit: raise OptionError(f'running_set{block, buffer, threshold, add}', fix='block and buffer count from 1, then two shares')
+    def running_set(c: Candidates, share: int = 1, generator=None) -> np.ndarray:
+        number = c.rows // block - c.rows[0] // block
+        masked = np.bincount(number, minlength=buffer)
+        last = next((k for k in range(buffer - 1) if masked[k] >= (1 - add) * block), buffer - 1)
+        now = np.flatnonzero((number <= last) & (c.confidence > threshold))
+        return now if len(now) else np.array([np.argmax(np.where(number == 0, c.confidence, -1))])
+    return running_set
+
 # %% ../nbs/31_orders.ipynb #31orders-025
-SETTINGS = {'semi_autoregressive': semi_autoregressive, 'above': above, 'factor': factor}      # orders with a setting
+SETTINGS = {order.__name__: order for order in (semi_autoregressive, above, factor, running_set)}      # orders with settings
 
 def get_order(order: str | Order) -> Order:
-    "An order by name: 'entropy', 'above:0.9', 'factor:1', 'semi_autoregressive:8:margin'; an order is handed back."
+    "An order by name: 'entropy', 'above:0.9', 'factor:1', 'semi_autoregressive:8:margin', 'running_set:8:2'; an order is handed back."
     if callable(order) and order not in SETTINGS.values(): return order
     name, *settings = str(order).split(':', 2)
     if name in ORDERS and not settings: return ORDERS[name]
-    if name not in SETTINGS or not 1 <= len(settings) <= 1 + (name == 'semi_autoregressive'):
-        raise OptionError(f'order={order!r}', fix=f'use {", ".join(ORDERS)}, above:T, factor:F, semi_autoregressive:N')
-    return SETTINGS[name](_as_number(settings[0]), *settings[1:])
+    if name not in SETTINGS or not 1 <= len(settings) <= 1 + (name in ('semi_autoregressive', 'running_set')):
+        settings = 'above:T, factor:F, semi_autoregressive:N, running_set:N:M'
+        raise OptionError(f'order={order!r}', fix=f'use {", ".join(ORDERS)}, {settings}')
+    return SETTINGS[name](*map(_as_number, settings))
 
 def _as_number(text: str):
     "A text as the number that it spells, if it does."
     if re.fullmatch(r'\d+', text): return int(text)
-    return float(text) if re.fullmatch(r'\d*\.\d+|\d+\.\d*', text) else text
+    return float(text) if re.fullmatch(r'(\d+\.?\d*|\.\d+)(e[+-]?\d+)?', text, re.IGNORECASE) else text
 
 # %% ../nbs/31_orders.ipynb #31orders-028
 def shares(n: int, steps: int) -> list[int]:
@@ -235,17 +258,5 @@ class Counted:
 # %% ../nbs/31_orders.ipynb #31orders-043
 def show_reveals(runs: dict[str, Denoised], decode: Callable[[Sequence[int]], str], ax=None):
     "A row per run, a box per position: its token, coloured by the step that revealed it (white: given). Returns ax."
-    import matplotlib.pyplot as plt
-    width, most = len(next(iter(runs.values())).ids), max(run.steps for run in runs.values())
-    ax = ax or plt.subplots(figsize=(1.5 + .45 * width, .5 + .34 * len(runs)), layout='constrained')[1]
-    steps = np.array([np.where(run.step, run.step, np.nan) for run in runs.values()], float)
-    image = ax.imshow(steps, cmap='viridis', aspect='auto', vmin=1, vmax=max(most, 2))
-    tokens = [decode([int(i)]) for run in runs.values() for i in run.ids]
-    for ((row, column), t), token in zip(np.ndenumerate(steps), tokens):
-        ax.text(column, row, token, ha='center', va='center', color='w' if t < .6 * most else 'k', fontsize=10)
-    ax.set_yticks(range(len(runs)), [f'{name}  ({run.steps})' for name, run in runs.items()])
-    ax.set(xticks=np.arange(width + 1) - .5, yticks=range(len(runs))); ax.set_xticklabels([])
-    ax.hlines(np.arange(len(runs) + 1) - .5, -.5, width - .5, color='w', lw=2); ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.figure.colorbar(image, ax=ax, label='revealed at step', shrink=.9)
-    return ax
+    texts = lambda run: [decode([int(i)]) for i in run.ids]
+    return draw_steps([(f'{name}  ({run.steps})', run.step, texts(run)) for name, run in runs.items()], ax)

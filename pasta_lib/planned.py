@@ -105,6 +105,7 @@ class PlanReader(IdReader):
 def plan_pieces(text: str | Document, ids: PlanIds, tokenizer, policy: str = 'strict') -> list[Piece]:
     """The pieces of an annotated answer: 'text', 'topic' (`tokens`: 10 × its length), 'async' (with both tags) and 'sync'.
     Text is encoded literally. `GrammarError` on a mistake, unless the policy is to repair it."""
+    if not isinstance(text, (str, Document)): raise PlanError(f'an answer of type {type(text).__name__}', fix='give text or a Document')
     doc, out = text if isinstance(text, Document) else parse(text, 'plan', policy), []
     for node in doc.nodes:
         if isinstance(node, Topic):
@@ -126,6 +127,7 @@ def plan_layout(prompt: Sequence[int], text: str | Document, ids: PlanIds, token
     (up to the planned length), or so many. `alignment`: which token a place inside a span predicts, its own or ('shifted')
     the next; see `corrupt`. `eos_id`: the label of main's last token. `PlanError` for what no plan can say."""
     check_alignment(alignment)
+    if prompt is None or isinstance(prompt, str): raise PlanError(f'prompt={prompt!r}'[:40], fix='give token ids')
     row, pads = PlanWriter(), padding_of(padding, generator)
     row.main(prompt)
     for piece in plan_pieces(text, ids, tokenizer, policy):
@@ -232,7 +234,9 @@ def to_plan(row: dict, tokenizer=None, glue: int = 40) -> dict:
     """A PASTA-annotated row (`tagged_text`) as a row with plans. Lengths are counted by the tokenizer, or else taken from
     the promises. `glue`: how many characters of text between two blocks may join the second. `PlanError` where a block is
     too long for a plan, `GrammarError` on a malformed row."""
-    doc, nodes, group, between = parse(row['tagged_text'], policy='strict'), [], [], ''
+    told = row.get('tagged_text') if isinstance(row, dict) else None
+    if not isinstance(told, str): raise PlanError('a row without `tagged_text`', fix='annotate it first')
+    doc, nodes, group, between = parse(told, policy='strict'), [], [], ''
     def flush():
         nonlocal group
         nodes.extend([*(topic for topic, _ in group), *(block for _, block in group), *[Sync()] * bool(group)])
@@ -302,8 +306,8 @@ class Knobs:
 
     def __post_init__(self):
         check_alignment(self.alignment)
-        above = lambda v: _number(v) and 0 < v <= 1000
-        for name, good, fix in (('steps_ratio', above, 'use a number above 0, at most 1000'), ('length_scale', above, 'use a number above 0, at most 1000'),
+        above, most = (lambda v: _number(v) and 0 < v <= 1000), 'use a number above 0, at most 1000'
+        for name, good, fix in (('steps_ratio', above, most), ('length_scale', above, most),
                                 ('confidence_threshold', lambda v: _number(v) and 0 <= v <= 1, 'use a number from 0 to 1'),
                                 ('commit', ('exact', 'fast').__contains__, 'use exact or fast'),
                                 ('max_spans', lambda v: _whole(v, 0), 'use a whole number, 0 or more')):
@@ -326,6 +330,7 @@ _UNSAID = weakref.WeakKeyDictionary()          # tokenizer -> (its size, vocabul
 
 def unsaid(tokenizer, vocab: int, tags: PlanIds | None = None) -> tuple[PlanIds, list[int], list[int]]:
     "The ids of plans, and those below `vocab` that are never chosen: on main, and inside spans. Kept per tokenizer."
+    if not isinstance(tags, PlanIds | None): raise OptionError(f'tags={tags!r}'[:60], fix='plan_ids(tokenizer), or PlanIds(…)')
     size, known, made = _UNSAID.get(tokenizer, (None, None, None)) if tokenizer is not None else (None, None, None)
     if made and (size, known) == (len(tokenizer), vocab) and tags in (None, made[0]): return made
     ids = tags or plan_ids(tokenizer)
@@ -340,11 +345,15 @@ class Planning:
     def __init__(self, h: Decoding, knobs: Knobs, policy: str, tags: PlanIds | None = None):
         for name, given in (('top_k', h.sampling.top_k), ('top_p', h.sampling.top_p < 1)):
             if given: raise OptionError(f'{name} in planned diffusion', fix='leave it out; temperature works')
+        for name, script in (h.sampling.script or {}).items():
+            if not all(_whole(i, 0) and i < h.engine.facts.vocab for i in script):
+                raise OptionError(f'the script of {name}', fix='use ids of this model')
         self.h, self.knobs, (self.ids, self.unsaid, inside) = h, knobs, unsaid(h.tokenizer, h.engine.facts.vocab, tags)
         self.unsaid_inside = [*inside, *h.eos]
         self.main, self.reader = h.line('main'), PlanReader(self.ids, h.tokenizer, policy)
         self.events, self.topics, self.spans, self.written = [], [], [], set()
         self.step, self.steps, self.shift = 0, 1, int(knobs.alignment != 'aligned')
+        self.limit = h.engine.positions or 1 << 31
         h.tagged, h.plain = self.tagged, lambda tagged: plain(parse(tagged, 'plan'))
         h.counts |= dict.fromkeys(('plans', 'spans', 'plan_tokens', 'steps', 'rows', 'commit_rows', 'stale_rows'), 0)
         h.counts |= dict(lengths=[], problems=[])
@@ -355,13 +364,16 @@ class Planning:
         logits[:, self.unsaid] = -math.inf
         token, = pick(self.h, [self.main], logits)
         if token is None: return []
-        ends = token in self.h.eos
-        found = self.reader.close() if ends else self.reader.push(token)
-        waiting, close = self.hear(found), ends or any(isinstance(e, Sync) for e in found)
-        spans = self.open(waiting) if close and waiting and self.main.info.finish_reason in (None, 'eos') else []
-        if spans and not ends: self.main.segment = self.after(spans)
-        self.events += [e for e in found if isinstance(e, Sync)]
-        push(self.main, token, 'sampled', self.main.prob, control=ends or token in self.ids.kinds)
+        ends, found, spans = token in self.h.eos, [], []
+        try:
+            found = self.reader.close() if ends else self.reader.push(token)
+            waiting, close = self.hear(found), ends or any(isinstance(e, Sync) for e in found)
+            if close and waiting and self.main.info.finish_reason in (None, 'eos'): spans = self.open(waiting)
+            if spans and not ends: self.main.segment = self.after(spans)
+        finally:                                                     # whatever happens: what was said is said
+            self.events += [e for e in found if isinstance(e, Sync)]
+            push(self.main, token, 'sampled', self.main.prob, control=ends or token in self.ids.kinds)
+        if self.main.position > self.limit: self.main.info.finish_reason = self.main.info.finish_reason or 'length'
         return spans
 
 # %% ../nbs/32_planned.ipynb #32planned-038
@@ -382,29 +394,31 @@ def _hear(self, found: list) -> list[Topic]:
 def _open(self, topics: list[Topic]) -> list[Span]:
     "Spans for these topics, behind the plan, and how many steps they get."
     h, spans = self.h, []
+    h.counts['plans'] += 1
     at = max(i for i, n in enumerate(h.record.thread) if n == self.main.number)
     for topic in topics:
         left = h.sampling.max_new_tokens - h.total - sum(len(s) - 2 for s in spans)
         if span := self.start(topic, at, left): spans.append(span)
-    self.spans, self.events = self.spans + spans, self.events + spans
     self.step, self.steps = 0, self.knobs.steps(max((len(s) - 2 for s in spans), default=1))
-    h.counts['plans'], h.counts['spans'] = h.counts['plans'] + 1, h.counts['spans'] + len(spans)
     return spans
 
 def _start(self, topic: Topic, at: int, left: int) -> Span | None:
-    "A thread for a topic, and its span: as many masks as planned, scaled, and as the limits allow."
-    h, main, ids = self.h, self.main, self.ids
-    wanted, refused = self.knobs.masks(10 * topic.length), len(h.lines) > self.knobs.max_spans
-    size = 0 if refused else max(0, min(wanted, left, h.sampling.max_thread_tokens or wanted))
-    info = Thread(f'span {len(h.lines)}', main.segment, main.number, at, topic.title, 10 * topic.length)
+    "A thread for a topic, and its span: as many masks as planned, scaled, and as the limits and the model's positions allow."
+    h, main, ids, number = self.h, self.main, self.ids, len(self.h.lines)
+    wanted, refused = self.knobs.masks(10 * topic.length), number > self.knobs.max_spans
+    size = 0 if refused else max(0, min(wanted, left, h.sampling.max_thread_tokens or wanted, self.limit - main.position - 2))
+    info, span = Thread(f'span {number}', main.segment, main.number, at, topic.title, 10 * topic.length), None
     if size < wanted: info.finish_reason = 'max_forks' if refused else 'length'
+    if size:                                                         # a full pool says so here, before there is a thread
+        tokens = [ids.async_start, *[ids.mask] * size, ids.async_end]
+        span = Span(h, tokens, main.position, ids.mask, [main.segment], f'{info.name}: {topic.title}', thread=number)
+        info.segment, main.position = span.segment, main.position + len(tokens)
+        self.spans.append(span)
+        self.events.append(span)
+        h.counts['spans'] += 1
     h.record.threads.append(info)
-    h.lines.append(line := Line(len(h.lines), info, main.segment))
+    h.lines.append(line := Line(number, info, main.segment))
     if h.listen: line.tell = teller(h, line)
-    if not size: return None
-    tokens, name = [ids.async_start, *[ids.mask] * size, ids.async_end], f'{info.name}: {topic.title}'
-    span = Span(h, tokens, main.position, ids.mask, [main.segment], name, thread=line.number)
-    info.segment, main.position = span.segment, main.position + len(tokens)
     return span
 
 def _after(self, spans: list[Span]) -> int:
@@ -420,7 +434,6 @@ Planning.hear, Planning.open, Planning.start, Planning.after = _hear, _open, _st
 def _ask(self, left: list[Span]) -> Queries:
     "All rows of these spans; logits of the rows that decide the masked ones: their own, or (shifted) those before."
     self.parts = [s.queries(want=s.rows - self.shift) for s in left]
-    self.h.counts['rows'] += sum(map(len, left))
     return together(self.parts)
 
 def _reveal(self, left: list[Span], logits: torch.Tensor):
@@ -432,7 +445,7 @@ def _reveal(self, left: list[Span], logits: torch.Tensor):
         if not len(sure): sure = now[[int(c.confidence[now].argmax())]]
         span.reveal(c.rows[sure] + 1, c.tokens[sure], c.confidence[sure])
     self.step += 1
-    self.h.counts['steps'] += 1
+    self.h.counts |= dict(steps=self.h.counts['steps'] + 1, rows=self.h.counts['rows'] + sum(map(len, left)))
     if self.h.total >= self.h.sampling.max_new_tokens and all(s.done for s in left):       # nobody will read them
         self.main.info.finish_reason = self.main.info.finish_reason or 'length'
 
@@ -454,17 +467,17 @@ Planning.ask, Planning.reveal, Planning.proposed, Planning.generator = _ask, _re
 # %% ../nbs/32_planned.ipynb #32planned-042
 def _go_on(self, spans: list[Span]) -> Queries:
     "What main says next, behind clean rows of the spans if their commit is exact."
-    queries = feed([self.main])
-    if not spans or self.knobs.commit == 'fast': return queries
-    (token,), (position,), ((thread, kind, prob, control),) = queries.tokens, queries.positions, queries.notes
-    slot = self.h.pages.take(1, self.main.segment).tolist()
-    self.h.record.add(token, position, self.main.segment, *slot, self.h.forwards + 1, thread, prob, kind, control)
-    self.h.counts['commit_rows'] += sum(map(len, spans))
-    sync = Queries(queries.tokens, queries.positions, self.main.segment, slots=slot)
-    return together([*(s.queries(want=()) for s in spans), sync])
+    if not spans or self.knobs.commit == 'fast': return feed([self.main])
+    (token, position, segment, _), = self.main.queue                 # it stays there until the forward was made
+    self.slot, = self.h.pages.take(1, segment).tolist()
+    return together([*(s.queries(want=()) for s in spans), Queries([token], [position], segment, slots=[self.slot])])
 
 def _settle(self, spans: list[Span]):
-    "After the forward of a commit: the spans are in the record, joined by `<sync/>`."
+    "After the forward of a commit: `<sync/>` is in the record, and the spans that it joins."
+    if spans and self.knobs.commit == 'exact':
+        token, position, segment, (thread, kind, prob, control) = self.main.queue.pop()
+        self.h.record.add(token, position, segment, self.slot, self.h.forwards, thread, prob, kind, control)
+        self.h.counts['commit_rows'] += sum(map(len, spans))
     sync = max(i for i, n in enumerate(self.h.record.thread) if n == self.main.number) if spans else None
     for span in spans:
         self.h.record.threads[span.thread].joined = sync

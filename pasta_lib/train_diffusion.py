@@ -20,6 +20,7 @@ from .core import PastaError
 from .diffusion import mask_id
 from .diffusion_losses import masked_loss, planned_loss, self_denoised
 from .models import require, settings_of
+from .orders import never
 from .planned import PlanError, PlanIds, corrupt, plan_ids, plan_layout, to_plan
 from .segments import IGNORE, Layout
 from .tags import Document, GrammarError, parse
@@ -54,6 +55,7 @@ class BlockText:
     prompt: int
     block: int
     mask: int
+    tok: object
 
     def __len__(self) -> int: return len(self.ids)
     @property
@@ -62,12 +64,12 @@ class BlockText:
 def block_texts(rows: Iterable[dict], tok, config: TrainConfig) -> tuple[list[BlockText], dict[str, int]]:
     "Rows (`prompt` and `response`, or a tagged text without its tags) as texts; dropped rows by reason."
     found, dropped = layouts_of(rows, tok, 'plain', max_length=config.max_length, prompt=config.prompt)
-    return [_block_text(layout, config.block, mask_id(tok), tok.eos_token_id) for layout in found], dropped
+    return [_block_text(layout, config.block, tok) for layout in found], dropped
 
-def _block_text(layout: Layout, block: int, mask: int, eos: int) -> BlockText:
-    ids = [*layout.ids.tolist(), eos]
+def _block_text(layout: Layout, block: int, tok) -> BlockText:
+    ids = [*layout.ids.tolist(), eos := tok.eos_token_id]
     prompt = int((layout.label != IGNORE).argmax()) + 1                        # what the first label is behind
-    return BlockText(np.array(ids + [eos] * (-len(ids) % block)), prompt, block, mask)
+    return BlockText(np.array(ids + [eos] * (-len(ids) % block)), prompt, block, mask_id(tok), tok)
 
 # %% ../nbs/46_train_diffusion.ipynb #46traindiffusion-012
 def block_noise(text: BlockText, groups: Sequence[tuple], ratios: Callable, config: TrainConfig,
@@ -188,6 +190,8 @@ class BlockTrainer(NoisyTrainer):
         inner, self.settings, draw = _inner(model), config, np.random.default_rng(0)
         if settings_of(inner).block_size is not None: require(inner, dict(block_size=config.block), config.model)
         self.groups(2, draw), scheduler(config, self.own)(1, draw)             # can these settings be?
+        text, vocab = documents[0], inner.config.get_text_config().vocab_size
+        self.never = never(text.tok, vocab, text.mask)                         # guesses of its own are tokens, as in decoding
         super().__init__(model, documents, config, *args, **kw)
 
     def groups(self, blocks: int, generator: np.random.Generator) -> list[tuple]:
@@ -205,7 +209,7 @@ class BlockTrainer(NoisyTrainer):
         logits, labels, _ = labelled_logits(model, batch)
         loss = masked_loss(logits, labels, hidden, t, count)
         if not self.settings.oput: return loss
-        guesses = self_denoised(logits, batch['input_ids'][at], hidden)
+        guesses = self_denoised(logits, batch['input_ids'][at], hidden, self.never)
         again, _, _ = labelled_logits(model, batch | dict(input_ids=batch['input_ids'].masked_scatter(at, guesses)))
         return loss + self.settings.oput * masked_loss(again, labels, hidden, t, count)
 

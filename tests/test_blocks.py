@@ -1,5 +1,6 @@
 """Blocks: layouts and their coverage counted run by run, schedulers against their expectations, the dual stream against a rule
 written token by token, and the states that it makes against the states that they should equal."""
+import math
 from itertools import product
 
 import numpy as np
@@ -273,3 +274,49 @@ def test_pictures():
     assert len(axes) == 2 and axes[0].get_title() == 'one'
     assert show_slot_ratios(dict(one=ratios), [plt.subplots()[1]])[0].get_xlabel() == 'slot'
     plt.close('all')
+
+
+# ---- input that does not fit together
+
+@pytest.mark.parametrize('ratio, free, rounding, count', [(.28, 25, 'ceil', 7), (.07, 100, 'ceil', 7), (.29, 100, 'floor', 29), (.3, 9, 'whole', 3), (.7, 9, 'whole', 7)])
+def test_a_ratio_that_is_a_whole_number_of_masks(ratio, free, rounding, count): assert masked_count(ratio, free, rounding) == count
+
+
+def test_every_whole_ratio_comes_back():
+    for free in range(1, 200):
+        assert all(masked_count(k / free, free, rounding) == k for k in range(free + 1) for rounding in ('ceil', 'floor'))
+
+
+@pytest.mark.parametrize('ratio', [math.nan, -.1, 1.5, 'x', None])
+def test_a_ratio_is_a_share(ratio):
+    with pytest.raises(BlockError): masked_count(ratio, 8)
+
+
+@pytest.mark.parametrize('schedule', SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize('bad', [dict(low=math.nan), dict(high=math.nan), dict(low='a'), dict(high=None)])
+def test_bounds_of_noise_are_numbers(schedule, bad):
+    with pytest.raises(BlockError): schedule(3, np.random.default_rng(0), **bad)
+
+
+def test_margin_and_bias_are_numbers():
+    for value in (math.nan, 'x', None):
+        with pytest.raises(BlockError): chain_uniform(3, np.random.default_rng(0), margin=value)
+        with pytest.raises(BlockError): random_ratios(3, np.random.default_rng(0), bias=value)
+
+
+def a_state(**changes):
+    return training_state(**dict(ids=np.arange(16), block=4, groups=(2, 2), mask=99, schedule=chain_uniform, generator=np.random.default_rng(0)) | changes)
+
+
+@pytest.mark.parametrize('bad', [dict(ids=[]), dict(ids=np.arange(16).reshape(4, 4)), dict(ids=np.arange(16) + .5), dict(mask='x'), dict(mask=None), dict(mask=-1),
+                                 dict(schedule=lambda n, g: np.array([.5])), dict(schedule=lambda n, g: np.full(n, np.nan)), dict(schedule=lambda n, g: np.full(n, 2.))], ids=str)
+def test_states_that_cannot_be(bad):
+    with pytest.raises(BlockError): a_state(**bad)
+
+
+def test_a_stream_wants_noise_of_its_own_text_and_blocks():
+    state = a_state()
+    for ids, block in ((np.arange(16) + 1, 4), (np.arange(15), 4), (np.arange(16), 8), (np.arange(16), 2), (np.arange(16.), 4)):
+        with pytest.raises(BlockError): dual_stream(ids, block, state)
+    with pytest.raises(BlockError): dual_stream(np.arange(16), 4, [state, a_state(ids=np.arange(16)[::-1])])
+    assert len(dual_stream(np.arange(16), 4, [state, a_state(prompt=5, groups=(3,))])) == 16 + 12 + 16

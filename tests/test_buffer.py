@@ -499,8 +499,8 @@ def test_counters_add_up(engine):
     assert c['rows'] == 12 * r.forwards == trace.rows() and c['running'] == (c['rows'] - c['dummy_rows']) / 4 / r.forwards
     last = {place: token for _, place, token in trace.reveals}
     assert [last[n] for n in range(18)] == r.token_ids and c['revisions'] == len(trace.reveals) - len(last)
-    assert r.critical_path <= r.forwards and r.json()['tpf'] == c['tpf'] and 'trace' not in r.json()
-    assert max(r.record.step) == r.forwards and [r.record.step[5 + n] for n in range(18)] == [max(f for f, p, _ in trace.reveals if p == n) for n in range(18)]
+    assert r.critical_path == r.forwards + 1 and r.json()['tpf'] == c['tpf'] and 'trace' not in r.json()
+    assert max(r.record.step) == r.forwards + 1 and [r.record.step[5 + n] for n in range(18)] == [1 + max(f for f, p, _ in trace.reveals if p == n) for n in range(18)]
     states = [{number: state for number, state, _ in step} for step in trace.blocks]
     allowed = {('dummy', 'dummy'), ('dummy', 'active'), ('active', 'active'), ('active', 'to-cache'), ('dummy', 'to-cache')}
     for number in range(c['blocks']):
@@ -568,3 +568,18 @@ def test_names_of_blocks_know_their_size_and_their_tokens():
     assert block_names(PROMPT[:10], 4)[:4] == block_names(PROMPT[:5], 4) and len(block_names(PROMPT[:10], 4)) == 8
     assert not set(block_names(PROMPT[:8], 4)) & set(block_names(PROMPT[:8], 8)) and len(set(block_names(PROMPT[:8], 4))) == 2
     assert block_names(PROMPT[:3], 4) == [] and all(0 <= name < 1 << 62 for name in block_names(PROMPT, 4))
+
+
+def test_reveal_pictures_leave_out_the_prompt_and_count_forwards(engine):
+    "Thirteen letters of prompt in blocks of four: three are only read, one letter is given in the first block of the answer."
+    import matplotlib.pyplot as plt
+    from pasta_lib.diffusion import show_reveal
+    for strategy in (single_block, multi_block):
+        r = decode(engine, ask(strategy, PROMPT[:13], tau_m2t=.3))
+        ax = show_reveal(r.record)
+        grid = np.ma.filled(ax.images[0].get_array().astype(float), math.nan)
+        assert [t.get_text() for t in ax.get_yticklabels()] == [f'block {n}' for n in range(5)]
+        assert np.isnan(grid[0, 0]) and np.isnan(grid[4, 3]) and np.isnan(grid).sum() == 2 and np.nanmin(grid) == 1 and np.nanmax(grid) <= r.forwards
+        last = {place: forward for forward, place, _ in r.counts['trace'].reveals}
+        assert grid.flatten()[1:19].tolist() == [last[n] for n in range(18)]
+    plt.close('all')

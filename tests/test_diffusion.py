@@ -71,7 +71,7 @@ def test_noise_masks_each_token_with_its_probability():
     assert ((both - t[:, 0] ** 2).abs() < 6 * error).all()
 
 
-@pytest.mark.parametrize('t', [-.1, 1.1, math.nan, [.5, 2]])
+@pytest.mark.parametrize('t', [-.1, 1.1, math.nan, [.5, 2], 'x', None, ['a'], True])
 def test_a_time_is_a_probability(t):
     with pytest.raises(DiffusionError): noise([1, 2], t, 0)
 
@@ -128,6 +128,13 @@ def test_both_estimates_agree_with_the_exact_value(by, predict):
 
 def test_a_draw_is_by_time_or_by_count():
     with pytest.raises(PastaError, match='time or count'): sampled_bound(inconsistent, (0,), 1, by='luck')
+
+
+def test_what_a_model_thinks_impossible_is_worth_minus_infinity():
+    alike = Toy([[.5, 0], [0, .5]])
+    assert bound(alike, (0, 1)) == bound_by_orders(alike, (0, 1)) == alike.log((0, 1)) == -math.inf
+    assert not alike({0: 0, 1: 1}).any()                       # no such text: nothing is probable
+    assert sampled_bound(alike, (0, 1), 20, torch.Generator().manual_seed(0), 'count').min() == -math.inf
 
 
 # ---- ordered partitions
@@ -278,6 +285,22 @@ def test_revising_and_its_limits(small):
     assert r.token_ids == [9, 7, 8] and r.record.slot[-3:] == [-1] * 3 and r.record.control[-3:] == [True, False, False]
 
 
+@pytest.mark.parametrize('rows, tokens', [([4], [1]), ([-1], [1]), ([0, 0], [1, 2]), ([0], [1, 2]), (['a'], [1]), ([.5], [1]), ([0], ['x']), ([0], [-1]), ([0], [280]),
+                                          ([[0, 1]], [[1, 2]])])
+def test_rows_and_tokens_that_no_span_has(small, rows, tokens):
+    @strategy
+    def wrong(h):
+        main, mask = h.line('main'), mask_id(h.tokenizer)
+        yield h.prompt(main)
+        span = Span(h, [mask] * 4, main.position, mask, [main.segment])
+        yield span.queries()
+        span.reveal([], [])
+        with pytest.raises(DiffusionError, match='span at|vocabulary'): span.reveal(rows, tokens)
+        assert len(span.rows) == 4 and h.total == 0
+    r, = Engine(*small, slots=64).run(wrong([1, 2, 3]))
+    if r.error: raise r.error
+
+
 def test_a_full_pool_ends_the_request_alone(small):
     engine = Engine(*small, slots=64, page_size=4)
     r, other = engine.run([denoising(PROMPT, length=60, reserve=4), ar(PROMPT, max_new_tokens=4)])
@@ -290,10 +313,13 @@ def test_pictures_and_traces_of_denoising(small):
     import matplotlib.pyplot as plt
     r, plain = Engine(*small, slots=512).run([denoising(PROMPT), ar(PROMPT, max_new_tokens=2)])
     grid = show_reveal(r.record, small[1]).images[0].get_array()
-    assert grid.shape == (1, 9) and np.asarray(grid)[0].tolist() == [2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert grid.shape == (1, 9) and np.asarray(grid)[0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5]
     timeline(r.record, small[1])
     assert 'span' in to_json(r.record, small[1])
-    with pytest.raises(DiffusionError, match='bidirectional'): show_reveal(plain.record)
+    with pytest.raises(DiffusionError, match='denoised segment'): show_reveal(plain.record)
+    given_, = Engine(*small, slots=512).run(denoising(PROMPT, length=4, given=[9, 8]))
+    ax = show_reveal(given_.record)
+    assert np.ma.filled(ax.images[0].get_array(), math.nan)[0][2:].tolist() == [1, 1] and np.isnan(np.ma.filled(ax.images[0].get_array(), math.nan)[0][:2]).all()
     plt.close('all')
 
 

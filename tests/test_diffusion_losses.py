@@ -254,3 +254,28 @@ def test_weights_are_read_off_the_gradient():
     matplotlib.use('Agg')
     axes = draw_weights({'a': w, 'b': w}, ['x'] * 8)
     assert len(axes) == 2 and len(axes[0].patches) == 8 and 'a (sum' in axes[0].get_title(loc='left')
+
+
+@pytest.mark.parametrize('t', [torch.rand(5, 3), torch.rand(3, 2, 3), torch.tensor(.5), torch.rand(2, 1)])
+def test_ratios_of_another_shape(t):
+    logits, labels, block = torch.randn(2, 6, 5), torch.arange(12).reshape(2, 6) % 5, torch.arange(6).expand(2, 6) // 2
+    with pytest.raises(LossError): sdar_loss(logits, labels, torch.ones(2, 6).bool(), block, t)
+
+
+def test_ratios_may_be_a_list_or_one_row_for_all():
+    logits, labels, block = torch.randn(2, 6, 5), torch.arange(12).reshape(2, 6) % 5, torch.arange(6).expand(2, 6) // 2
+    losses = [sdar_loss(logits, labels, torch.ones(2, 6).bool(), block, t) for t in ([.1, .5, 1.], torch.tensor([[.1, .5, 1.]]), torch.tensor([[.1, .5, 1.]] * 2))]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_somebody_must_be_left_to_guess():
+    logits, ids, masked = torch.randn(1, 4, 5), torch.tensor([[4, 1, 4, 2]]), torch.tensor([[True, False, True, False]])
+    with pytest.raises(LossError, match='forbid fewer'): self_denoised(logits, ids, masked, range(4))
+    assert self_denoised(logits, ids, masked, [0, 1, 2, -1, 99]).tolist() == [[3, 1, 3, 2]]
+    assert self_denoised(logits, ids, masked & False, range(5)).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize('weight', [math.nan, math.inf, -1, '1', None])
+def test_the_weight_of_own_guesses(weight):
+    with pytest.raises(LossError, match='weight'):
+        oput_loss(lambda ids: torch.randn(*ids.shape, 6), torch.full((1, 3), 5), torch.zeros(1, 3).long(), torch.ones(1, 3).bool(), weight=weight)

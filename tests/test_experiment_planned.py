@@ -240,7 +240,7 @@ def test_the_real_path_runs_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment_planned, 'BASELINE', str(base))
     write_jsonl(tmp_path / 'runs' / 'pasta-smollm2' / 'train.jsonl', [dict(id=f'r{n}', prompt=f'Tell me {n} things.', tagged_text=PROMISED) for n in range(8)])
     write_jsonl(asked := tmp_path / 'asked.jsonl', [dict(id=f'q{n}', prompt=f'Give me {n} tips.') for n in range(3)])
-    scale, said = RealScale(max_new_tokens=24, limit=3, timed=1, rounds=1, batch=2), []
+    scale, said = RealScale(max_new_tokens=24, limit=3, timed=1, rounds=1, batch=2, epochs=1), []
     rows = run_real(run, scale, sets=(str(asked),), table=table, report=said.append)
     assert [row['method'] for row in rows] == ['baseline', 'planned'] and rows[0]['win_rate'] == 50 and rows[0]['speedup'] == 1 and {row['n'] for row in rows} == {3}
     assert [row['set'] for row in read_table(table)] == ['asked'] * 2 and [line.split(':')[0] for line in said] == ['planned', 'asked']
@@ -258,7 +258,7 @@ def test_rows_are_made_where_chapter_50_has_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment_pasta, 'self_answers', lambda folder, scale, instructions: iter([('answers', asked.append((folder, instructions)))]))
     monkeypatch.setattr(train, 'train', lambda recipe, config, out, resume, overrides: (recipe, config.name, overrides))
     found = list(experiment_planned.real_path(tmp_path / 'own', RealScale(), 'mine'))
-    assert asked == [(tmp_path / 'own', 'mine')] and found[-1] == ('planned', ('planned-sft', 'planned_sft_smollm2.yaml', dict(data=str(tmp_path / 'own' / 'train.jsonl'))))
+    assert asked == [(tmp_path / 'own', 'mine')] and found[-1] == ('planned', ('planned-sft', 'planned_sft_smollm2.yaml', dict(data=str(tmp_path / 'own' / 'train.jsonl'), epochs=2)))
 
 
 def test_the_real_comparison():

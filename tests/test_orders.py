@@ -9,7 +9,7 @@ from pasta_lib.engine import Engine, OptionError, ar
 from pasta_lib.models import add_tokens, forward
 from pasta_lib.orders import (ORDERS, SETTINGS, Candidates, Counted, Denoised, OrderError, above, all_at_once, candidates, choose,
                               confidence, denoise, entropy, factor, get_order, left_to_right, margin, never, random, sampled,
-                              semi_autoregressive, shares, show_reveals)
+                              running_set, semi_autoregressive, shares, show_reveals)
 
 NAMES = [*ORDERS, 'semi_autoregressive:3', 'semi_autoregressive:2:entropy', 'semi_autoregressive:4:random', 'above:0.5', 'above:0', 'above:1',
          'factor:0', 'factor:0.7', 'factor:3']
@@ -353,4 +353,61 @@ def test_pictures():
     assert ax.texts[0].get_text() == 'a'
     empty = Denoised(np.array([0]), np.array([0]))
     assert empty.steps == 0 and empty.partition == [] and show_reveals({'given': empty}, model.decode)
-    assert set(SETTINGS) == {'above', 'factor', 'semi_autoregressive'}
+    assert set(SETTINGS) == {'above', 'factor', 'semi_autoregressive', 'running_set'}
+
+
+@pytest.mark.parametrize('text, value', [('1e-3', .001), ('1E-3', .001), ('.5', .5), ('5.e-1', .5), ('1', 1), ('0.25', .25)])
+def test_thresholds_are_numbers_as_people_write_them(text, value):
+    c = Candidates(np.arange(5), np.zeros(5, int), np.array([0., .0005, .002, .4, 1.]), *np.zeros((2, 5)))
+    assert sorted(get_order(f'above:{text}')(c)) == sorted(above(value)(c))
+
+
+@pytest.mark.parametrize('text', ['e', '1e', '.', '.e3', '-1', 'nan', 'inf', '1e-', '0x1'])
+def test_what_is_no_number_is_no_threshold(text):
+    with pytest.raises(PastaError): get_order(f'above:{text}')
+
+
+@pytest.mark.parametrize('scale', [.1, 3., 40., 1e4])
+@pytest.mark.parametrize('vocab', [1, 2, 300])
+def test_sureness_is_that_of_the_distribution(scale, vocab):
+    logits = scale * torch.randn(20, vocab, generator=generator(1))
+    logits[0], out = 0., [] if vocab == 1 else [vocab - 1]                          # a row of ties; a forbidden token
+    c = candidates(logits, [True] * 20, out)
+    p = logits.double()[:, [i for i in range(vocab) if i not in out]].softmax(-1)
+    best = torch.cat([p, torch.zeros(20, 1)], 1).sort(descending=True).values
+    want = best[:, 0], best[:, 0] - best[:, 1], torch.special.entr(p).sum(-1)
+    for got, exact in zip((c.confidence, c.margin, c.entropy), want): assert np.abs(got - exact.numpy()).max() < 2e-5
+
+
+def running_by_hand(rows, sure, block, buffer, threshold, add):
+    "The rule with lists: which blocks run, and which of their rows are revealed."
+    first, running = rows[0] // block, [rows[0] // block]
+    while len(running) < buffer and 1 - sum(r // block == running[-1] for r in rows) / block > add: running.append(running[-1] + 1)
+    now = [n for n, r in enumerate(rows) if r // block in running and sure[n] > threshold]
+    return now or [max((n for n, r in enumerate(rows) if r // block == first), key=lambda n: (sure[n], -n))]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 10 ** 6))
+def test_a_running_set_is_its_definition(block, buffer, seed):
+    rng = np.random.default_rng(seed)
+    rows = np.flatnonzero(rng.random(20) < rng.random())
+    if not len(rows): return
+    sure, threshold, add = rng.random(len(rows)), float(rng.choice([0, .5, 1])), float(rng.choice([0, .1, .5, 1]))
+    got = running_set(block, buffer, threshold, add)(Candidates(rows, rows, sure, sure, sure))
+    assert got.tolist() == running_by_hand(rows.tolist(), sure.tolist(), block, buffer, threshold, add)
+
+
+def test_a_running_set_of_one_is_block_by_block():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        rows = np.flatnonzero(rng.random(12) < .7)
+        c = Candidates(rows, rows, *rng.random((3, len(rows))))
+        assert running_set(4, 1, .5)(c).tolist() == sorted(semi_autoregressive(4, lambda c, *_: np.flatnonzero(c.confidence > .5) if (c.confidence > .5).any()
+                                                                               else np.array([c.confidence.argmax()]))(c).tolist())
+    assert get_order('running_set:4:1')(c).tolist() == running_set(4, 1)(c).tolist()
+
+
+@pytest.mark.parametrize('bad', ['running_set', 'running_set:0', 'running_set:4:x', 'running_set:4:0', 'running_set:4:2:.5', 'running_set:$B'])
+def test_running_sets_that_cannot_be(bad):
+    with pytest.raises(PastaError): get_order(bad)
+    with pytest.raises(PastaError): running_set(4, 2, threshold=math.nan)

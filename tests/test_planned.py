@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from pasta_lib.core import PastaError
 from pasta_lib.diffusion import MASK, drift, noisy_layout, replay_noisy
-from pasta_lib.engine import Engine, Sampling, ar, replay_deviation
+from pasta_lib.engine import Driver, Engine, Sampling, ar, replay_deviation
 from pasta_lib.masks import dense_mask, layout_logits, leak_test
 from pasta_lib.metrics import critical_path
 from pasta_lib.models import add_tokens, chat_ids, literal_ids, tiny_model
-from pasta_lib.orders import above
+from pasta_lib.orders import above, running_set
 from pasta_lib.pasta import pasta
 from pasta_lib.planned import *
 from pasta_lib.pool import check_pool
@@ -591,3 +591,107 @@ def test_options_that_no_span_can_follow(options, words):
     add_tokens(model, tok, plan_tokens())
     r, = Engine(model, tok, slots=256).run([planned('Q', **options)])
     assert r.finish_reason == 'error' and words in str(r.error) and '\n' not in str(r.error)
+
+
+# ---- nothing decoded is lost, and what is reported is what happened
+
+def walked(engine, request, turns):
+    "A request that is cancelled after so many turns; with its forwards in place."
+    driver = Driver(engine, [request])
+    for _ in range(turns): driver.turn()
+    request.cancel()
+    driver.turn()
+    r, = driver.finished()
+    return r
+
+
+def honest(r, ids):
+    "Every token with a slot was fed there; all that was chosen is there once; counts are of forwards that were made."
+    fed = {(int(s), int(t)) for n in r.record.noisy for s, t in zip(n.queries.slots, n.queries.tokens)}
+    denoised = [not r.record.table.causal[s] for s in r.record.segment]
+    assert all((s, t) in fed for s, t, d in zip(r.record.slot, r.record.token, denoised) if d and s >= 0) or r.counts['stale_rows']
+    slots = [s for s in r.record.slot if s >= 0]
+    assert len(slots) == len(set(slots)) and ids.mask not in r.token_ids
+    assert r.counts['rows'] == sum(len(n.queries.tokens) for n in r.record.noisy if MASK_IN(n, ids))
+    assert r.counts['spans'] == len(r.counts['lengths']) == sum(t.parent is not None and t.finish_reason not in ('max_forks',) for t in r.record.threads)
+    assert sum(r.record.token[i] == ids.sync for i in r.record.order) == r.tagged_text.count('<sync/>')
+
+
+@pytest.mark.parametrize('commit', ['exact', 'fast'])
+@pytest.mark.parametrize('turns', [7, 8, 9, 12, 18, 19, 20])
+def test_a_cancel_before_or_after_the_commit_is_told_as_it_was(small, ids, commit, turns):
+    "The plan takes 8 turns with its prompt, denoising 10 more, the commit is the next."
+    engine = Engine(*small, slots=128, page_size=4)
+    script = {'main': write(small[1], *plan(ids, ('a', 1)), ids.sync, 'xyz'), 'span 1': literal_ids(small[1], 'A' * 10)}
+    r = walked(engine, planned('Q', script=script, order='left_to_right', commit=commit, max_new_tokens=99), turns)
+    assert r.finish_reason == 'cancelled' and (ids.sync in r.token_ids) == (turns > 7)
+    if turns < 8: return
+    fed, at = turns > 18, r.record.token.index(ids.sync)
+    assert (r.record.slot[at] >= 0) == fed and (r.record.threads[1].joined is not None) == fed
+    assert r.counts['commit_rows'] == (12 if fed and commit == 'exact' else 0) and r.tagged_text.count('A') == min(10, turns - 8)
+    honest(r, ids)
+    balanced(engine)
+
+
+@pytest.mark.parametrize('slots', range(8, 15))
+def test_a_full_pool_while_spans_are_opened_or_committed(small, ids, slots):
+    "Pages of one slot: the pool ends in the plan, in the first span, in the second, or at the sync."
+    model, tok = small
+    prompt = write(tok, 'Q')
+    script = write(tok, *plan(ids, ('a', 1), ('b', 1)), ids.sync, 'x')
+    size = len(prompt) + len(script) - 2 + 4 * (slots - 8)
+    engine = Engine(model, tok, slots=size, page_size=1)
+    r, = engine.run(planned(prompt, script={'main': script}, reserve=1, max_new_tokens=60, raw=True))
+    said = [t for t, n in zip(r.record.token, r.record.thread) if n == 0][len(prompt):]
+    assert said == script[:len(said)] and ids.sync in said and r.finish_reason in ('pool_full', 'length')
+    honest(r, ids)
+    balanced(engine)
+
+
+def test_a_strict_reader_loses_no_token(small, ids, engine):
+    script = write(small[1], 'so ', ids.sync)
+    r, = engine.run(planned('Q', script={'main': script}, policy='strict'))
+    assert isinstance(r.error, GrammarError) and r.token_ids == script
+
+
+@pytest.mark.parametrize('room', [0, 1, 2, 3, 7, 12, 13, 25, 26, 27, 40])
+def test_spans_end_where_the_models_positions_do(ids, room):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    tok = tiny_model(vocab=VOCAB)[1]
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)).eval()
+    ids, script = PlanIds(*range(200, 207)), write(tok, *plan(PlanIds(*range(200, 207)), ('a', 1), ('b', 1)), 205 - 1, 'xy')
+    prompt = [7] * (64 - room - (len(script) - 3))
+    r, = Engine(model, tok, slots=256).run(planned(prompt, script={'main': script}, tags=ids, max_new_tokens=99, ignore_eos=True), keep_logits=True)
+    assert r.error is None and max(r.record.position) <= 64 and [n.masks for n in r.counts['lengths']] == [n for n in (min(10, room - 2), min(10, room - 14)) if n > 0]
+    assert r.finish_reason == 'length' and replay_noisy(model, r) < TOLERANCE
+    assert all(p < 64 for p, s in zip(r.record.position, r.record.slot) if s >= 0)
+
+
+@pytest.mark.parametrize('make', [lambda ids, tok: to_plan({}), lambda ids, tok: to_plan(None), lambda ids, tok: to_plan(dict(tagged_text=3)),
+                                  lambda ids, tok: plan_layout([1], None, ids, tok), lambda ids, tok: plan_layout(None, 'a', ids, tok),
+                                  lambda ids, tok: plan_pieces(7, ids, tok), lambda ids, tok: unsaid(tok, VOCAB, 5)])
+def test_what_is_no_row_no_answer_and_no_ids(small, ids, make):
+    with pytest.raises(PastaError) as error: make(ids, small[1])
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('bad', [dict(tags=5), dict(script={'main': [-1]}), dict(script={'main': ['x']}), dict(script={'main': [VOCAB]}), dict(script={'main': [True]}),
+                                 dict(script={'span 1': [1.5]})])
+def test_a_bad_request_fails_alone(small, engine, bad):
+    r, other = engine.run([planned('Q', **bad), ar('Q', max_new_tokens=2)])
+    assert r.finish_reason == 'error' and isinstance(r.error, PastaError) and '\n' not in str(r.error) and other.finish_reason == 'length' and not other.error
+    balanced(engine)
+
+
+def test_several_blocks_of_a_span_at_once(small, ids, engine):
+    "Multi-block decoding inside spans: never outside the running set, with parity, and one block at a time where the buffer has one."
+    script = write(small[1], *plan(ids, ('a', 2), ('b', 1)), ids.sync, 'so', small[1].eos_token_id)
+    for buffer in (1, 2, 4):
+        r = clean(engine.run(planned('Q', script={'main': script}, order=running_set(5, buffer, .02), max_new_tokens=90), keep_logits=True))
+        assert replay_noisy(small[0], r) < TOLERANCE and drift(small[0], r).largest < TOLERANCE and ids.mask not in r.token_ids
+        for n in (1, 2):
+            steps = np.array([s for s, thread, kind in zip(r.record.step, r.record.thread, r.record.kind) if thread == n and kind == 'sampled'])
+            first, done = steps.reshape(-1, 5).min(1), steps.reshape(-1, 5).max(1)
+            assert (first[buffer:] > done[:-buffer]).all() and (np.diff(first) >= 0).all()
+    balanced(engine)

@@ -267,6 +267,22 @@ def test_what_is_learnt_by_heart_is_decoded(tmp_path, recipe):
     for row, r in zip(rows, results): assert (r.tagged_text if recipe == 'planned-sft' else r.text) == row['tagged_text' if recipe == 'planned-sft' else 'response']
 
 
+def test_oput_never_guesses_what_is_no_token(tmp_path, monkeypatch):
+    "A head with more rows than the tokenizer has tokens, and all for them: its guesses are tokens all the same."
+    config = T.read_config(settings(tmp_path, 'multitf', oput=1.))
+    (model, tok), seen = T.prepare(config.model, config.tags), []
+    model.resize_token_embeddings(300)
+    trainer = T.RECIPES['multitf'].build(model, T.RECIPES['multitf'].documents(T.read_rows(config), tok, config)[0], config, tmp_path / 'x', tok, [])
+    real, strange = D.labelled_logits, [len(tok), 299, tok.convert_tokens_to_ids('<mask>')]
+    def loving(model, batch):
+        logits, *rest = real(model, batch)
+        seen.append(batch['input_ids'])
+        return logits.index_fill(-1, torch.tensor(strange), 99.), *rest
+    monkeypatch.setattr(D, 'labelled_logits', loving)
+    trainer.loss(model, trainer.data_collator([trainer.train_dataset[n] for n in range(2)]), 1.)
+    assert len(seen) == 2 and {*strange} & set(seen[0].flatten().tolist()) and not {*strange} & set(seen[1].flatten().tolist())
+
+
 def test_oput_takes_its_guesses_without_gradient(tmp_path):
     "Two forwards of the model for a text, and the gradient of two ordinary losses."
     trainer, tok, _ = built('multitf', settings(tmp_path, 'multitf', oput=1.), tmp_path / 'x')
