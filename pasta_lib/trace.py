@@ -787,13 +787,13 @@ function selftest() {
     answers.forEach((b, n) => {
       show(n);
       const rows = b.text.map((_, q) => hex(b.text.length, readable(b, q))), middle = b.order[b.order.length >> 1] ?? 0, half = last(b) >> 1;
-      spans[middle].focus();
+      spans[middle].focus(); if (chosen !== middle) spans[middle].onfocus();     // a window in the background sends no focus events
       const read = document.querySelectorAll('#text .read').length, dead = document.querySelectorAll('#text .dead').length, tipped = !$('tip').hidden;
       spans[middle].dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true, cancelable: true}));
       const moved = spans.indexOf(document.activeElement);
       const box = view.svg.getBoundingClientRect(), k = box.width / view.width;
       const pointed = (b.lifetimes || []).map(l => under({clientX: box.left + k * (view.x(l.born) - view.w / 2), clientY: box.top + k * (view.bed(l) + 2)}));
-      document.activeElement.blur(); $('step').value = half; $('step').oninput();
+      document.activeElement.blur(); pick(null); $('step').value = half; $('step').oninput();
       result.answers.push({rows, middle, read, dead, tipped, moved, half, pointed, gone: document.querySelectorAll('#text .dead').length, later: document.querySelectorAll('#text .later').length,
         spans: document.querySelectorAll('#text .tok').length, text: b.order.map(i => b.text[i]).join('')});
     });
