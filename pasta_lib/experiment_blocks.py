@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 import numpy as np
-from .experiment_pasta import averaged, claim as pasta_claim, read_table, save_table
+from .experiment_pasta import averaged, claim as pasta_claim, over_seeds, read_table, save_table
 
 # %% ../nbs/53_experiment_blocks.ipynb #53experimentblocks-006
 NAMES, _secret = 'ABCDEFGH', random.Random(0)
@@ -254,12 +254,10 @@ def run_tiny(out: str | Path = 'runs/blocks-tiny', seeds: Sequence[int] = (0, 1,
              table: str | Path | None = None, report: Callable = print) -> list[dict]:
     """The whole tiny experiment; what is finished is not repeated. Returns the rows of its table, and writes `table` and, beside it,
     the wall clock (…_timing.csv) and the mask ratios (…_slots.csv)."""
-    scale, found = scale or TinyScale(), dict(points=[], timing=[], slots=[])
-    for seed in seeds:
-        folder = Path(out) / str(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, facts in tiny_train(folder, seed, scale): report(f'seed {seed}, {name}: {facts["steps"]} steps, {facts["seconds"]:.0f} s')
-        for name, rows in kept(folder / 'results.json', lambda: tiny_results(folder, seed, scale)).items(): found[name] += rows
+    scale = scale or TinyScale()
+    def results(folder, seed): return kept(folder / 'results.json', lambda: tiny_results(folder, seed, scale))
+    of = over_seeds(out, seeds, lambda folder, seed, k: tiny_train(folder, seed, scale), results, report)
+    found = {name: sum((own[name] for own in of), []) for name in ('points', 'timing', 'slots')}
     for name, rows in found.items() if table else (): save_table(rows, beside(table, name), seed='-'.join(map(str, seeds)))
     return found['points']
 

@@ -8,10 +8,10 @@ __all__ = ['LABELS', 'RULES', 'SIZES', 'KINDS', 'LIMITS', 'START_KINDS', 'BON_KI
            'make_problem', 'marks', 'grade', 'Annotator', 'block', 'apar_tree', 'problem_rows', 'points_at_once',
            'request_of', 'decode', 'parallelism_of', 'measure', 'TinyScale', 'lam_name', 'tiny_stage_one',
            'scored_samples', 'pairs_for', 'tiny_stage_two', 'fresh_rows', 'compare_tiny', 'tiny_results', 'save_table',
-           'read_table', 'run_tiny', 'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged', 'claim',
-           'draw_front', 'draw_knob', 'gain', 'training_rows', 'RealScale', 'self_answers', 'is_code', 'percent',
-           'describe_answers', 'repeats_itself', 'spoilt', 'real_pairs', 'real_path', 'real_answers', 'compare_real',
-           'time_real', 'run_real', 'tiny_claims', 'real_claims', 'claims', 'format_claims']
+           'read_table', 'over_seeds', 'run_tiny', 'evaluate_tiny', 'evaluate_real', 'format_table', 'averaged',
+           'claim', 'draw_front', 'draw_knob', 'gain', 'training_rows', 'RealScale', 'self_answers', 'is_code',
+           'percent', 'describe_answers', 'repeats_itself', 'spoilt', 'real_pairs', 'real_path', 'real_answers',
+           'compare_real', 'time_real', 'run_real', 'tiny_claims', 'real_claims', 'claims', 'format_claims']
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-003
 import csv, json, math, random, re, time
@@ -311,16 +311,24 @@ def read_table(path: str | Path) -> list[dict]:
     with Path(path).open(newline='', encoding='utf-8') as f: return [{k: value(v) for k, v in row.items()} for row in csv.DictReader(f)]
 
 # %% ../nbs/50_experiment_pasta.ipynb #50experimentpasta-028
+def over_seeds(out: str | Path, seeds: Sequence[int], train: Callable, results: Callable, report: Callable = print) -> list:
+    """For the k-th seed, in a folder of its name: `train(folder, seed, k)` yields names and what `train` of chapter 45 found, which is
+    reported; then `results(folder, seed)`, of which the list is returned."""
+    rows = []
+    for k, seed in enumerate(seeds):
+        folder = Path(out) / str(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, found in train(folder, seed, k): report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
+        rows.append(results(folder, seed))
+    return rows
+
 def run_tiny(out: str | Path = 'runs/pasta-tiny', seeds: Sequence[int] = (0, 1, 2), scale: TinyScale | None = None,
              table: str | Path | None = None, report: Callable = print) -> list[dict]:
     "The whole tiny experiment; stages that are finished are not repeated. Returns the rows of its table, and writes `table`."
-    scale, rows = scale or TinyScale(), []
-    for seed in seeds:
-        folder = Path(out) / str(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in (tiny_stage_one, tiny_stage_two):
-            for name, found in stage(folder, seed, scale): report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
-        rows += tiny_results(folder, seed, scale)
+    scale = scale or TinyScale()
+    def train(folder, seed, k):
+        for stage in (tiny_stage_one, tiny_stage_two): yield from stage(folder, seed, scale)
+    rows = sum(over_seeds(out, seeds, train, lambda folder, seed: tiny_results(folder, seed, scale), report), [])
     if table: save_table(rows, table, seed='-'.join(map(str, seeds)))
     return rows
 

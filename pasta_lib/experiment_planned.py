@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from .core import PastaError
 from .engine import Decoding, strategy
-from .experiment_pasta import LABELS, RULES, Annotator, Part, Problem, averaged, percent, read_table, save_table
+from .experiment_pasta import LABELS, RULES, Annotator, Part, Problem, averaged, over_seeds, percent, read_table, save_table
 from .experiment_pasta import claim as pasta_claim, grade as plain_grade
 from .metrics import geometric_mean
 from .orders import ORDERS
@@ -266,13 +266,9 @@ def tiny_results(folder: Path, seed: int, scale: TinyScale) -> list[dict]:
 def run_tiny(out: str | Path = 'runs/planned-tiny', seeds: Sequence[int] = (0, 1, 2), scale: TinyScale | None = None,
              table: str | Path | None = None, report: Callable = print) -> list[dict]:
     "The whole tiny experiment; stages that are finished are not repeated. Returns the rows of its table, and writes `table`."
-    scale, rows = scale or TinyScale(), []
-    for k, seed in enumerate(seeds):
-        folder = Path(out) / str(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, found in tiny_stages(folder, seed, scale, k < scale.controls):
-            report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
-        rows += tiny_results(folder, seed, scale)
+    scale = scale or TinyScale()
+    def train(folder, seed, k): return tiny_stages(folder, seed, scale, k < scale.controls)
+    rows = sum(over_seeds(out, seeds, train, lambda folder, seed: tiny_results(folder, seed, scale), report), [])
     if table: save_table(rows, table, seed='-'.join(map(str, seeds)))
     return rows
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np
 from .core import PastaError
-from .experiment_pasta import averaged, claim as pasta_claim, read_table, save_table
+from .experiment_pasta import averaged, claim as pasta_claim, over_seeds, read_table, save_table
 from .registers import allocate, with_registers
 
 # %% ../nbs/51_experiment_tip.ipynb #51experimenttip-006
@@ -89,12 +89,13 @@ def is_right(row: dict, text: str) -> bool:
 class TinyScale:
     "How much of the tiny experiment to run."
     plain_rows: int = 16_000                # programs worked out without registers: one model that all others start from
-    rows: int = 20_000                       # the same for `dense` and, with registers, for `tip` and `wasteful`
+    rows: int = 20_000                       # the same for `dense` and, with registers, for `tip`
     calls: tuple[int, int] = (2, 12)        # lengths that are trained on
     tests: dict[int, int] = field(default_factory=lambda: {4: 8, 7: 8, 10: 8})     # calls -> fresh programs of that length
     samples: int = 16                       # answers to each
+    late_rows: int = 8_000                  # rows of which most forget late, after which `tip` is called `wasteful`
     grpo_rows: int = 384                    # prompts of the preference for holding less
-    lams: tuple[float, ...] = (.1, .3, 1.)
+    lams: tuple[float, ...] = (.3, .6, 1.)
     grpo_seeds: int = 1                     # so many of the seeds get that stage
 
 MODEL = dict(layers=4, hidden=128, heads=4, kv_heads=4, tie=True)
@@ -125,13 +126,13 @@ def tiny_sft(folder: Path, seed: int, scale: TinyScale):
 
 # %% ../nbs/51_experiment_tip.ipynb #51experimenttip-018
 def tiny_grpo(folder: Path, seed: int, scale: TinyScale):
-    "A model that forgets late (`wasteful`), then for every λ rewards for its own answers. Yields as `tiny_sft`."
+    "`tip` taught to forget late (`wasteful`), then for every λ rewards for its own answers. Yields as `tiny_sft`."
     from pasta_lib.jobs import write_jsonl
     from pasta_lib.train import train
     prompts, late = folder / 'grpo-rows.jsonl', folder / 'wasteful-rows.jsonl'
-    if not late.exists(): write_jsonl(late, program_rows(scale.rows, seed, scale.calls, wasteful=.75))
+    if not late.exists(): write_jsonl(late, program_rows(scale.late_rows, 2000 + seed, scale.calls, wasteful=.75))
     if not prompts.exists(): write_jsonl(prompts, program_rows(scale.grpo_rows, 1000 + seed, scale.calls))
-    settings = SFT | dict(model=str(folder.parent / 'start'), data=str(late), seed=seed, tags='registers', learning_rate=2e-3)
+    settings = SFT | dict(model=str(folder / 'tip'), data=str(late), seed=seed, tags='registers', learning_rate=2e-3)
     yield 'wasteful', train('tip-sft', settings, folder / 'wasteful', resume=True)
     for lam in scale.lams:
         settings = GRPO | dict(model=str(folder / 'wasteful'), data=str(prompts), seed=seed, kv_weight=lam)
@@ -227,13 +228,11 @@ def tiny_results(folder: Path, seed: int, scale: TinyScale) -> list[dict]:
 def run_tiny(out: str | Path = 'runs/tip-tiny', seeds: Sequence[int] = (0, 1, 2), scale: TinyScale | None = None,
              table: str | Path | None = None, report: Callable = print) -> list[dict]:
     "The whole tiny experiment; stages that are finished are not repeated. Returns the rows of its table, and writes `table`."
-    scale, rows = scale or TinyScale(), []
-    for k, seed in enumerate(seeds):
-        folder = Path(out) / str(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in (tiny_sft, tiny_grpo)[:1 + (k < scale.grpo_seeds)]:
-            for name, found in stage(folder, seed, scale): report(f'seed {seed}, {name}: {found["steps"]} steps, {found["seconds"]:.0f} s')
-        rows += tiny_results(folder, seed, scale)
+    scale = scale or TinyScale()
+    def train(folder, seed, k):
+        yield from tiny_sft(folder, seed, scale)
+        if k < scale.grpo_seeds: yield from tiny_grpo(folder, seed, scale)
+    rows = sum(over_seeds(out, seeds, train, lambda folder, seed: tiny_results(folder, seed, scale), report), [])
     if table: save_table(rows, table, seed='-'.join(map(str, seeds)))
     return rows
 

@@ -178,8 +178,9 @@ def _hub_folder(name: str, revision: str | None = None) -> str:
     if hub_answers(): return name
     try: return snapshot_download(name, revision=revision, local_files_only=True)
     except (OSError, ValueError) as e:
+        ours = "data/checkpoints has none of that name: `pasta experiment` trains it, and --folder reads from its folder"
         raise PastaError(f'no model {name!r} on this computer, and the hub does not answer',
-                         fix="name 'tiny', 'smollm2' or a folder that holds a model") from e
+                         fix=ours if re.match('(tiny|smollm2)-', name) else "name 'tiny', 'smollm2' or a folder that holds a model") from e
 
 # %% ../nbs/10_models.ipynb #10models-019
 ADAPTER = 'adapter_config.json'                  # the file that makes a folder an adapter's

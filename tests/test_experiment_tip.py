@@ -186,7 +186,7 @@ def test_the_tiny_run_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment_tip, 'START', experiment_tip.START | dict(model_options=experiment_tip.MODEL))
     monkeypatch.setattr(experiment_tip, 'GRPO', experiment_tip.GRPO | dict(batch=2, samples=2, micro_batch=4, max_new_tokens=24, slots=2048))
     monkeypatch.setattr(experiment_tip, 'request_of', partial(request_of, max_new_tokens=40))
-    scale, said, table = TinyScale(plain_rows=16, rows=16, calls=(1, 2), tests={2: 2}, samples=2, grpo_rows=2, lams=(.3,)), [], tmp_path / 'table.csv'
+    scale, said, table = TinyScale(plain_rows=16, rows=16, late_rows=16, calls=(1, 2), tests={2: 2}, samples=2, grpo_rows=2, lams=(.3,)), [], tmp_path / 'table.csv'
     rows = run_tiny(tmp_path / 'run', (4,), scale, table, said.append)
     assert [line.split(':')[0] for line in said] == [f'seed 4, {name}' for name in ('start', 'dense', 'tip', 'wasteful', 'grpo-0.3')]
     methods = [(row['method'], row['budget']) for row in rows if row['calls'] == 'all']
