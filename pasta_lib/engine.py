@@ -189,6 +189,7 @@ class Placed:
     masks: dict                              # window or None -> bool (queries, slots), or None when all is visible
     runs: list | None = None                 # where `index` is a few runs of neighbours: these, as (start, length)
     watch: tuple | None = None               # observed: (the handle's mass, columns of the read, whose logical slots they are)
+    prefill: bool = False
 
 def place(h: Handle, q: Queries) -> Placed:
     "Give queries their slots and rows. Raises QueryError or PoolFull, with the handle unchanged."
@@ -238,7 +239,7 @@ def _reading(h: Handle, q, positions, segments, slots, seen):
             near, narrow = np.zeros((len(near), sum(n for _, n in runs)), bool), near
             near[:, columns] = narrow
         masks[w] = None if near.all() else near
-    placed = Placed(list(q.tokens), positions, segments, slots, pages.index[slots], span, index, masks, None if span else runs)
+    placed = Placed(list(q.tokens), positions, segments, slots, pages.index[slots], span, index, masks, None if span else runs, prefill=q.prefill)
     if q.observe: placed.watch = h.mass, slice(0, seen.shape[1]) if columns is None else columns, live
     return placed
 
@@ -566,14 +567,14 @@ def bucket(n: int, least: int = 1) -> int: return max(least, 1 << (n - 1).bit_le
 # %% ../nbs/12_engine.ipynb #12engine-035
 class CompiledStep:
     "The engine's step with padded shapes, one compiled graph per (requests, rows each, slots each)."
-    most_rows, least_slots = 64, 128
+    most_rows, least_slots = 128, 128
     def __init__(self, engine: Engine):
         self.engine, self.cuda = engine, engine.device.type == 'cuda'
         self.graph = torch.compile(self._forward, dynamic=False, mode='reduce-overhead' if self.cuda else None)
         self.shapes, self.weights = set(), None  # shapes compiled so far, and the state of the weights they hold as constants
         for store in engine.pool.keys + engine.pool.values: torch._dynamo.mark_static_address(store)
 
-    def fits(self, placed) -> bool: return max(len(p.tokens) for p in placed) <= self.most_rows
+    def fits(self, placed) -> bool: return all(len(p.tokens) <= self.most_rows and not p.prefill for p in placed)
 
     def __call__(self, placed, starts, keep):
         pool, long = self.engine.pool, self.engine.long

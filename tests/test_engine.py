@@ -783,6 +783,13 @@ def test_the_model_is_left_as_it_was(small):
     assert model.config._attn_implementation == before
 
 
+def wide_queries(h):
+    "Eighty rows at once, as a buffer of blocks has them."
+    main = h.line('main')
+    yield h.prompt(main)
+    yield Queries([1] * 80, range(main.position, main.position + 80), main.segment, 'all')
+
+
 @pytest.mark.slow
 def test_compiled_equals_eager():
     model, tokenizer = tiny_model(seed=3, layers=1, hidden=32)
@@ -793,7 +800,12 @@ def test_compiled_equals_eager():
         if 'compiler' in str(e).lower() or 'InvalidCxx' in type(e).__name__: pytest.skip('no C++ compiler')
         raise
     assert [r.error for r in got] == [None, None]
-    assert tokens(got) == tokens(ask(eager))                       # two shapes: two requests, then a lone one
+    assert tokens(got) == tokens(ask(eager))
+    assert sorted(shape[0] for shape in compiled.compiled.shapes) == [1, 2]     # two requests, then a lone one; prompts are not compiled
+    wide = strategy(wide_queries)
+    a, b = (engine.run(wide([1, 2, 3]), keep_logits=True)[0] for engine in (compiled, eager))
+    assert a.error is b.error is None and (1, 128) in {shape[:2] for shape in compiled.compiled.shapes}
+    for token, logits in b.record.logits.items(): assert torch.allclose(a.record.logits[token], logits, atol=1e-5)
     empty(compiled)
 
 
