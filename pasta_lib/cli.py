@@ -54,6 +54,8 @@ FIXES = {                                        # errors whose mending is anoth
     'tokenizer has no registers': 'train a model that has them: pasta train tip-sft tags=registers',
     'tokenizer has no [Fork]': 'train a model that has it: pasta train apar-sft tags=apar',
     'tokenizer has no mask': 'train a model that has one: pasta train block-sft',
+    'no free page': 'give it a larger pool: --slots N',
+    'a grammar needs tag tokens': 'train a model that has them: pasta train pasta-sft',
     'tokenizer lacks <topic>': 'train a model that has them: pasta train planned-sft'}
 
 def command(fn, cls: type[TyperCommand] | None = None):
@@ -211,7 +213,8 @@ def make_request(strategy: str, prompt: str, outline: Path | None, options: dict
     if outline and strategy not in ('ar', 'pasta', 'guided'): raise PastaError(f'--outline with --strategy {strategy}', fix='use ar, pasta or guided')
     check_flags('guided' if outline else strategy, given)
     if outline is None: return find_strategy(strategy)(prompt, **given)
-    stages = outline.read_text(encoding='utf-8')
+    try: stages = outline.read_text(encoding='utf-8-sig')
+    except UnicodeDecodeError as e: raise PastaError('this outline is not UTF-8', str(outline), 'save it as UTF-8 text') from e
     pasta.read_outline(stages)
     return pasta.guided(prompt, outline=stages, parallel=strategy != 'ar', **given)
 
@@ -304,7 +307,7 @@ def print_answer(result, as_json: bool, **more):
     "The text (or JSON) on standard output, a summary on standard error."
     wrong = {} if result.error is None else dict(error=one_line(result.error))
     if as_json: print_json(result.json() | more | wrong)
-    else:
+    elif result.forwards or result.generated_tokens or not wrong:
         if result.text or result.error is None: print(result.text)
         rate = result.generated_tokens / result.seconds if result.seconds else 0
         refused = f' ({result.refused_forks} refused)' if result.refused_forks else ''

@@ -116,9 +116,9 @@ class TinyScale:
     "How much of the tiny experiment to run."
     start_rows: int = 40_000                # plain and one-span answers, on which one model is trained that all others start from
     rows: int = 3_000                        # annotated rows, for every method
-    rounds: int = 4                          # passes over them
+    rounds: int = 8                          # passes over them
     tests: int = 40                          # fresh problems
-    steps_ratios: tuple[float, ...] = (1., .3, .1)
+    steps_ratios: tuple[float, ...] = (1., .3, .2, .1)
     confidence_thresholds: tuple[float, ...] = (0., .5, .9)
     length_scales: tuple[float, ...] = (.8, 1., 1.25)
     orders: tuple[str, ...] = (*ORDERS, 'semi_autoregressive:30', 'above:0.9', 'factor:1')
@@ -588,7 +588,7 @@ def claims(folder: str | Path | None = None) -> list[dict]:
     return tiny_claims(read_table(folder / 'planned_tiny.csv')) + real_claims(read_table(folder / 'planned_smollm2.csv'))
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-063
-CHECKPOINTS = {'ar-4': 'tiny-planned-ar', 'planned-4': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion',
+CHECKPOINTS = {'ar-8': 'tiny-planned-ar', 'planned-8': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion',
                'pasta': 'tiny-planned-pasta'}           # committed, of seed 0
 ASKED = 'made:400'                          # what `pasta eval planned --scale smollm2` asks by default
 REAL_CHECKPOINTS = dict(baseline=BASELINE, planned='smollm2-planned')

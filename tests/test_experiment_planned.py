@@ -221,7 +221,7 @@ def test_the_tiny_run_resumes(tmp_path, monkeypatch):
     assert str(run_tiny(tmp_path / 'run', (4,), QUICK, None, said.append)) == str(rows)
     seen = {row['prompt'] for path in (tmp_path / 'run').rglob('*rows.jsonl') for row in read_jsonl(path)} | {row['prompt'] for row in read_jsonl(tmp_path / 'run' / 'start.jsonl')}
     assert not seen & {row['prompt'] for row in read_jsonl(tmp_path / 'run' / '4' / 'answers.jsonl')}
-    for name in ('ar-4', 'planned-4'): (tmp_path / 'run' / '4' / name).symlink_to(tmp_path / 'run' / '4' / name.replace('4', '2'))
+    for name in ('ar-8', 'planned-8'): (tmp_path / 'run' / '4' / name).symlink_to(tmp_path / 'run' / '4' / name.replace('8', '2'))
     found = evaluate_tiny(1, 4, tmp_path / 'run')
     assert {row['method'] for row in found} == {'ar', 'pasta', 'planned', 'diffusion'} and {row['n'] for row in found} == {1}
     monkeypatch.setattr(experiment_planned, 'CHECKPOINTS', {name: str(tmp_path / 'run' / '4' / name) for name in CHECKPOINTS})
