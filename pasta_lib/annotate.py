@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['SOURCES', 'KEPT', 'ITEM', 'HEAD', 'BOLD', 'LEAD', 'HEADING', 'CLOSERS', 'OPENERS', 'ONE_OF', 'KINDS', 'MULTI',
            'REFUSALS', 'PROMPTS', 'THEN', 'START', 'SMALL', 'THRESHOLD', 'INSTRUCTION', 'verify', 'response_of',
-           'readable', 'annotated', 'Line', 'read_line', 'read_lines', 'split_block', 'clean', 'Item', 'make_item',
-           'last_line', 'count_paragraphs', 'items_at', 'numbered', 'bulleted', 'find_lists', 'find_inline',
-           'find_sections', 'empty', 'alike', 'find_paragraphs', 'find_parts', 'refusal', 'in_sequence', 'is_heading',
-           'weave', 'short_words', 'topic_of', 'topics_of', 'block_length', 'counter', 'repeats', 'Structural',
-           'annotate', 'hidden_layout', 'visible_layout', 'announced', 'measured_parts', 'token_costs', 'chunk_costs',
-           'dependence', 'area_under_curve', 'draw_dependence', 'keep_only', 'tidy', 'Likelihood',
+           'asked_and_said', 'readable', 'annotated', 'Line', 'read_line', 'read_lines', 'split_block', 'clean', 'Item',
+           'make_item', 'last_line', 'count_paragraphs', 'items_at', 'numbered', 'bulleted', 'find_lists',
+           'find_inline', 'find_sections', 'empty', 'alike', 'find_paragraphs', 'find_parts', 'refusal', 'in_sequence',
+           'is_heading', 'weave', 'short_words', 'topic_of', 'topics_of', 'block_length', 'counter', 'repeats',
+           'Structural', 'annotate', 'hidden_layout', 'visible_layout', 'announced', 'measured_parts', 'token_costs',
+           'chunk_costs', 'dependence', 'area_under_curve', 'draw_dependence', 'keep_only', 'tidy', 'Likelihood',
            'load_demonstrations', 'GeminiError', 'RateLimit', 'asked_wait', 'transient_errors', 'GeminiClient',
            'google_protocol', 'reply_text', 'carry_over', 'Gemini', 'unfenced']
 
@@ -54,6 +54,11 @@ def response_of(row: dict) -> str:
     found = next((row[name] for name in SOURCES if isinstance(row.get(name), str) and row[name].strip()), None)
     if found is None: raise Drop('no response', f'none of {", ".join(SOURCES)} has words')
     return found
+
+def asked_and_said(row: dict) -> list:
+    "What an annotation is made from: the row's prompt and answer, None if it has none."
+    try: return [row.get('prompt') or '', response_of(row)]
+    except Drop: return [row.get('prompt') or '', None]
 
 def readable(row: dict) -> dict:
     "The row, if its texts are texts; else raises `Drop`: for a prompt of another type, or half a surrogate pair."
@@ -361,7 +366,8 @@ def annotate(rows: Iterable[dict], annotator: Callable[[dict], dict], out: str |
     ('id', 'sample') for several answers to one prompt. Dropped rows stand in OUT.dropped.jsonl with their reasons.
     `made_by`: the annotator's settings, noted in every row; a file whose rows say something else is refused."""
     work = each(lambda row: verify(annotator(readable(row))), workers)
-    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='annotate', made_by=made_by)
+    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='annotate', made_by=made_by,
+                   source=asked_and_said)
 
 # %% ../nbs/42_annotate.ipynb #42annotate-044
 def hidden_layout(prompt_ids: Sequence[int], parts: Iterable[tuple[str, Sequence[int]]]) -> Layout:

@@ -49,6 +49,7 @@ def _rows(data: bytes, where) -> list[dict]:
         place = f'{where}, line {number}', 'one JSON object per line'
         try: row = json.loads(line)
         except ValueError as e: raise JobError(f'not JSON: {e}', *place) from e
+        except RecursionError as e: raise JobError('JSON that is nested too deep', *place) from e
         if not isinstance(row, dict): raise JobError(f'a JSON {type(row).__name__}', *place)
         rows.append(row)
     return rows
@@ -214,20 +215,21 @@ class JobReport:
 # %% ../nbs/39_jobs.ipynb #39jobs-028
 def run_job(rows: Iterable[dict], work: Callable, out: str | Path, *, key: str | Sequence[str] = 'id',
             shard: str = '1/1', progress: bool = True, description: str = '',
-            made_by: dict | None = None) -> JobReport:
+            made_by: dict | None = None, source: Callable[[dict], object] | None = None) -> JobReport:
     """Give every row that isn't done yet to `work`, and append what comes back to `out`, one line per row, at once.
 
     `work` takes an iterable of rows and yields (row, result) in any order; a result is a dict or a `Drop`. Dropped rows
     are noted in OUT.dropped.jsonl. `key`: the field, or fields, by which a row is known. `shard`: 'i/n' takes a part of
     the rows by a hash of the (first) key; shards may share `out`. A kill loses the rows in flight and doubles none.
-    `made_by`: the settings, noted in every row. Raises `ShardTaken` if another process is at it, `JobError` if `out` isn't
-    JSONL or rows in it were made by other settings."""
+    `made_by`: the settings, noted in every row. `source`: of a row, and of the line that it became, what it was made from.
+    Raises `ShardTaken` if another process is at it, `JobError` if `out` isn't JSONL, or lines in it were made by other
+    settings or from something else."""
     fields, start = (key,) if isinstance(key, str) else tuple(key), time.perf_counter()
     with shard_lock(_regular(out), shard):
         files = Growing(out), Growing(f'{out}.dropped.jsonl')
         total = len(rows) if hasattr(rows, '__len__') and shard == '1/1' else None
         try:
-            job = _Job(fields, shard, *files, made_by)
+            job = _Job(fields, shard, *files, made_by, source)
             _go(job, work, rows, _bar(total, progress, description or Path(out).name))
         finally: _close(*files)
     job.report.seconds = time.perf_counter() - start
@@ -244,17 +246,19 @@ def _go(job, work, rows, bar):
 # %% ../nbs/39_jobs.ipynb #39jobs-029
 class _Job:
     "The books of one run."
-    def __init__(self, fields, shard, out, drops, made_by=None):
+    def __init__(self, fields, shard, out, drops, made_by=None, source=None):
         self.fields, self.shard, self.out, self.drops = fields, shard, out, drops
+        self.source = (lambda row: hashlib.sha256(_canonical(source(row))).digest()) if source else (lambda row: b'')
         self.report, self.given = JobReport(), set()
         self.made = dict(made_by=json.loads(_line(made_by))) if made_by else {}
-        self.done, self.lost = self.keys(out), self.keys(drops)
+        self.done = {self.key(row, out.path): self.source(row) for row in self.rows(out)}
+        self.lost = {self.key(row, drops.path) for row in self.rows(drops)}
 
-    def keys(self, file) -> set[bytes]:
-        "The keys of a file's rows. `JobError` for a row that other settings made."
+    def rows(self, file) -> list[dict]:
+        "A file's rows. `JobError` for one that other settings made."
         rows = file.rows()
         for row in rows: _same_settings(row.get('made_by'), self.made.get('made_by'), file.path)
-        return {self.key(row, file.path) for row in rows}
+        return rows
 
     def key(self, row: dict, where=None) -> bytes:
         missing, has = next((f for f in self.fields if f not in row), None), ', '.join(row) or 'nothing'
@@ -272,7 +276,7 @@ class _Job:
             if new and key not in self.done and key not in self.lost:
                 yield row
                 continue
-            if new: self.resume(key)
+            if new: self.resume(key, row)
             else: self.drop('two rows with one key')
             bar.update()
 
@@ -286,7 +290,9 @@ def _finish(self, row: dict, result):
     self.out.add(own | dict(result) | own | self.made)
     self.report.written += 1
 
-def _resume(self, key: bytes):
+def _resume(self, key: bytes, row: dict):
+    if key in self.done and self.done[key] != self.source(row):
+        raise JobError('this row was made from something else', f'{key.decode()} in {self.out.path}', 'write to another file, or take it out')
     self.report.resumed += 1
     self.report.dropped_before += key not in self.done
 

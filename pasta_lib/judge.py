@@ -23,6 +23,7 @@ from .losses import token_logps
 from .metrics import Estimate, interval, weighted_wins
 from .models import chat_ids, forward, literal_ids
 from .segments import IGNORE
+from .tasks import final_number
 
 # %% ../nbs/43_judge.ipynb #43judge-005
 class JudgeError(PastaError):
@@ -88,9 +89,8 @@ def both_orders(judge: Judge, prompt: str, a: str, b: str) -> list[Judgement]:
 
 # %% ../nbs/43_judge.ipynb #43judge-015
 def same_number(answer: str, reference: str) -> bool:
-    "Is the last number in the answer the last number in the reference?"
-    found = [re.findall(r'-?\d[\d,]*\.?\d*', text) for text in (answer, reference)]
-    last = [float(numbers[-1].replace(',', '')) if numbers else None for numbers in found]
+    "Is the answer's number (`final_number` of chapter 41) the reference's?"
+    last = [final_number(text) for text in (answer, reference)]
     return None not in last and math.isclose(*last, rel_tol=1e-9)
 
 class ExactJudge(Judge):
@@ -354,10 +354,10 @@ VERDICT = '''<instruction>
 
 # %% ../nbs/43_judge.ipynb #43judge-046
 def read_verdict(reply: str) -> Judgement:
-    "The judgement in a reply, which may have words or a code fence around its JSON; `Drop` if there is none."
-    for found in re.findall(r'\{[^{}]*\}', reply or ''):
-        try: verdict = json.loads(found)
-        except ValueError: continue                        # some other braces
+    "The last judgement in a reply, which may have words or a code fence around its JSON; `Drop` if there is none."
+    for brace in reversed(list(re.finditer(r'\{', reply or ''))):
+        try: verdict, _ = json.JSONDecoder().raw_decode(reply, brace.start())
+        except (ValueError, RecursionError): continue      # some other braces
         winner, sure = str(verdict.get('better')).strip().lower(), verdict.get('confidence')
         fine = isinstance(sure, (int, float)) and not isinstance(sure, bool) and 0 <= sure <= 1
         if winner in ('a', 'b', 'tie') and fine: return Judgement(winner, float(sure))
@@ -400,7 +400,7 @@ def best_and_worst(samples: Sequence[dict], lam: float) -> tuple[dict, dict]:
     """The samples with the highest and the lowest score, from dicts with `speedup` and `quality`; the earlier of equals.
 
     `Drop` if there are fewer than two, or all score the same."""
-    if not isinstance(lam, Real): raise JudgeError(f'λ is {lam!r}', fix='give a number; math.inf for quality alone')
+    if not isinstance(lam, Real) or not lam >= 0: raise JudgeError(f'λ is {lam!r}', fix='give a number from 0; math.inf for quality alone')
     scores = [score(_field(s, 'speedup', Real), _field(s, 'quality', Real), lam) for s in samples]
     if not all(map(math.isfinite, scores)): raise JudgeError('a score that is not a finite number', str(scores))
     if len(samples) < 2: raise Drop('fewer than two samples')

@@ -197,6 +197,7 @@ def group_advantages(rewards: Tensor, scale: bool = True) -> Tensor:
     if not rewards.dim() or not rewards.shape[-1]:
         raise LossError(f'rewards of shape {tuple(rewards.shape)}', fix='one row per prompt, one column per sample')
     if not torch.isfinite(rewards).all(): raise LossError('a reward that is not finite', fix='look at the grader')
+    if not rewards.is_floating_point(): rewards = rewards.float()
     apart = rewards - rewards[..., :1]                                         # equal rewards: 0, without rounding
     apart = apart - apart.mean(-1, keepdim=True)
     if not scale: return apart
@@ -254,7 +255,7 @@ def grpo_loss(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor
     where `mask` is 0 don't matter, whatever they hold. Old and reference log-probabilities carry no gradient."""
     keep = _check_grpo(logps, old_logps, advantages, mask, beta, reference_logps, loss_type)
     only = lambda x: torch.where(keep, x, 0.)
-    ratio = only(logps - old_logps.detach()).exp()
+    ratio = only(logps - old_logps.detach()).clamp(max=80).exp()                # beyond that e^x is infinite in float32
     losses = -clipped_surrogate(ratio, advantages[:, None], epsilon)
     if beta: losses = losses + beta * k3(only(logps), only(reference_logps.detach())) * (ratio if correct_kl else 1)
     losses = only(losses)

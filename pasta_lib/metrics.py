@@ -547,6 +547,7 @@ def _in_a_row(words: list[str], times: int, least: int = 12, longest: int = 32) 
 
 def loops(text: str, times: int = 4) -> bool:
     "Does the text repeat itself: words `times` times in a row (12 words at least), or a sentence of 4 words or more?"
+    if not isinstance(text, str): raise MetricError(f'an answer of type {type(text).__name__}', fix='give its text')
     sentences = [' '.join(re.findall(r'[^\W\d_]+', s)) for s in re.split(r'[.!?]\s|\n', text.lower())]
     counts = Counter(s for s in sentences if s.count(' ') >= 3)
     return max(counts.values(), default=0) >= times or _in_a_row(re.findall(r'\w+', text.lower()), times)

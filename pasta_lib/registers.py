@@ -26,7 +26,7 @@ from .segments import IGNORE, Layout, LayoutBuilder, segment_colors, thread_labe
 from .masks import layout_logits
 from .models import chat_ids, literal_ids
 from .jobs import Drop, JobReport, each, run_job
-from .annotate import KEPT, GeminiClient, readable, response_of, unfenced, visible_layout
+from .annotate import KEPT, GeminiClient, asked_and_said, readable, response_of, unfenced, visible_layout
 
 # %% ../nbs/20_registers.ipynb #20registers-008
 class RegisterError(PastaError):
@@ -742,7 +742,8 @@ def annotate_steps(rows: Iterable[dict], annotator: Callable[[dict], dict], out:
     """Annotate and verify rows, and append them to the JSONL file `out`; rows that are in it already are skipped. As
     `annotate` (chapter 42), for registers. Dropped rows stand in OUT.dropped.jsonl with their reasons."""
     work = each(lambda row: verify_steps(annotator(readable(row))), workers)
-    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='registers', made_by=made_by)
+    return run_job(rows, work, out, key=key, shard=shard, progress=progress, description='registers', made_by=made_by,
+                   source=asked_and_said)
 
 def worked_solution(row: dict) -> dict:
     "The row with its solution as `response`, without the marks of a calculator: `<<48/2=24>>`, as GSM8K has them."

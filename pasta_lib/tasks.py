@@ -91,7 +91,7 @@ FILES = {'.jsonl': 'json', '.json': 'json', '.parquet': 'parquet', '.csv': 'csv'
 
 # %% ../nbs/41_tasks.ipynb #41tasks-013
 def _plain(r): return dict(r, prompt=r['prompt'], reference=r.get('reference'))
-def _gsm8k(r): return dict(prompt=r['question'], reference=r['answer'], answer=final_number(r['answer']))
+def _gsm8k(r): return dict(prompt=r['question'], reference=r['answer'], answer=final_number(r['answer'] or ''))
 
 def _maths_set(r):
     return dict(prompt=r['problem'], reference=r.get('solution'), answer=r.get('answer'), category=r.get('subject'))
@@ -101,24 +101,25 @@ def _alpaca_eval(r):
     return dict(prompt=prompt, reference=r.get('output'), category=r.get('dataset'))
 
 def _vicuna80(r):
-    return dict(prompt=r['turns'][0], reference=(r.get('reference') or [None])[0], category=r.get('category'),
-                turns=r['turns'] if len(r['turns']) > 1 else None)
+    turns, answers = ([text] if isinstance(text, str) else list(text or []) for text in (r['turns'], r.get('reference')))
+    return dict(prompt=next(iter(turns), None), reference=next(iter(answers), None), category=r.get('category'),
+                turns=turns if len(turns) > 1 else None)
 
 def _self_instruct(r):
-    case = r['instances'][0]
-    return dict(prompt=_with_input(r['instruction'], case['input']), reference=case['output'],
+    case = next(iter(r['instances'] or []), {})
+    return dict(prompt=_with_input(r['instruction'], case.get('input')), reference=case.get('output'),
                 category=r.get('motivation_app') or r.get('name'))
 
-def _with_input(instruction, text): return f'{instruction}\n\n{text}' if text else instruction
+def _with_input(instruction, text): return f'{instruction}\n\n{text}' if instruction and text else instruction
 
 # %% ../nbs/41_tasks.ipynb #41tasks-014
 def _slimorca(r):
     "The first question and its answer; the system's message and the answer's weight (often null) where there are any."
-    turns = r['conversations']
-    at = next((i for i, t in enumerate(turns) if t['from'] == 'human'), len(turns))
-    asked, answer = turns[at:at + 1], next((t for t in turns[at:] if t['from'] == 'gpt'), {})
-    return dict(prompt=asked[0]['value'] if asked else None, reference=answer.get('value'), weight=answer.get('weight'),
-                system=next((t['value'] for t in turns[:at] if t['from'] == 'system'), None))
+    turns = r['conversations'] or []
+    at = next((i for i, t in enumerate(turns) if t.get('from') == 'human'), len(turns))
+    asked, answer = turns[at:at + 1], next((t for t in turns[at:] if t.get('from') == 'gpt'), {})
+    return dict(prompt=asked[0].get('value') if asked else None, reference=answer.get('value'), weight=answer.get('weight'),
+                system=next((t.get('value') for t in turns[:at] if t.get('from') == 'system'), None))
 
 READERS = dict(prompts=(['prompt'], _plain), slimorca=(['conversations'], _slimorca), vicuna80=(['turns'], _vicuna80),
                gsm8k=(['question', 'answer'], _gsm8k), self_instruct=(['instruction', 'instances'], _self_instruct),
@@ -161,7 +162,9 @@ def _recognise(columns: list[str], name: str | None, path) -> str:
 
 def _prompt_row(name: str, path, index: int, r: dict) -> dict:
     "The row as its reader sees it, with an id of its own; what it doesn't have is left out."
-    row = READERS[name][1](r)
+    try: row = READERS[name][1](r)
+    except (TypeError, AttributeError) as e:
+        raise TaskError(f'row {index + 1} has fields of other types than {name} has', str(path or name), 'mend it, or name the format: FORMAT=FILE') from e
     source = row.pop('source', None) or (path.stem if name == 'prompts' else name)
     own = next((str(r[k]) for k in ('id', 'question_id', 'unique_id') if r.get(k) is not None), None)
     id = own if name == 'prompts' and own else f'{source}-{index if own is None else own}'
@@ -511,7 +514,8 @@ def sample_answers(engine: Engine, prompts: Iterable[dict], n: int = 1, strategy
         requests = ((row, make(messages(row), seed=row['seed'], **options)) for row in rows)
         return ((row, answer_row(row, result)) for row, result in flow(engine, requests, batch))
     return run_job(asked, work, out, key=('id', 'sample'), shard=shard, progress=progress, description='answers',
-                   made_by=made)
+                   made_by=made,
+                   source=lambda row: [row.get('prompt'), row.get('seed')])
 
 def _complete(prompts: Iterable[dict]) -> Iterator[dict]:
     "The same rows. `TaskError` for one without an id or a prompt."

@@ -553,3 +553,14 @@ def test_what_the_penalty_is_a_share_of(start, tmp_path, base):
     np.testing.assert_allclose(seen['live'], live, rtol=1e-5)
     whole = np.repeat(np.mean(np.reshape(dense, (2, 4)), 1), 4) if base == 'group' else dense
     np.testing.assert_allclose(given['reward'], seen['right'].numpy() - .7 * np.array(live) / whole, rtol=1e-5)
+
+
+def test_a_ratio_beyond_float32():
+    logps = torch.tensor([[100., -.1]], requires_grad=True)
+    loss = grpo_loss(logps, torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2))
+    loss.backward()
+    assert loss.item() == 0 and torch.isfinite(logps.grad).all()
+
+
+def test_whole_rewards():
+    assert group_advantages(torch.tensor([[1, 0]]), scale=False).tolist() == [[.5, -.5]]

@@ -471,3 +471,20 @@ def test_draw_runs():
     assert [c.get_offsets().tolist() for c in ax.collections] == [[[0, 1], [1, 0]], [[2, 2]]]
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ['run 1', 'run 2']
     plt.close('all')
+
+
+def test_a_row_that_was_made_from_something_else(tmp_path):
+    "A known id with another source is refused, whatever the order; what is in the file stays."
+    rows, out = [dict(id=str(n), x=n) for n in range(4)], tmp_path / 'out.jsonl'
+    source = lambda row: row['x']
+    work = each(lambda row: dict(x=row['x'], y=2 * row['x']))
+    assert counts(quiet(rows, work, out, source=source)) == (4, 4, {}, 0) and counts(quiet(rows, work, out, source=source)) == (4, 0, {}, 4)
+    before = out.read_bytes()
+    with pytest.raises(JobError, match=r'something else \(\["2"\] in .*out.jsonl\): write to another file'):
+        quiet([*rows[:2], dict(id='2', x=7), dict(id='new', x=1)], work, out, source=source)
+    assert out.read_bytes() == before and counts(quiet([dict(id='2', x=7)], work, out)) == (1, 0, {}, 1)
+
+
+def test_json_that_is_nested_too_deep(tmp_path):
+    (tmp_path / 'deep.jsonl').write_text('{"id": 1}\n{"id": ' + '[' * 100_000 + ']' * 100_000 + '}\n')
+    with pytest.raises(JobError, match='nested too deep .*line 2'): read_jsonl(tmp_path / 'deep.jsonl')

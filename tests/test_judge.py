@@ -99,7 +99,8 @@ def test_what_local_judges_cannot_read(tiny, bad):
 
 
 @pytest.mark.parametrize('answer,reference,same', [('', '3', False), ('3', '', False), ('-3', '3', False), ('a 3 b 4', '4', True),
-                                                   ('3.0', '3', True), ('It costs 1,200.', '1200', True), ('none', 'none', False)])
+                                                   ('3.0', '3', True), ('It costs 1,200.', '1200', True), ('none', 'none', False), ('pages 3-5', '5', True),
+                                                   ('\u22125', '-5', True), ('coordinates 1,2', '12', False), ('x = 3/4', '4', False)])
 def test_same_number(answer, reference, same): assert same_number(answer, reference) is same
 
 
@@ -328,6 +329,16 @@ def test_drops_are_counted_by_jobs():
     ('{"better": "A", "confidence": 1}', Judgement('a', 1.)), ('```json\n{"better":"b","confidence":0}\n```', Judgement('b', 0.)),
     ('{"why": "x"} {"better": "tie", "confidence": 0.5}', Judgement('tie', .5))])
 def test_verdicts(text, expected): assert read_verdict(text) == expected
+
+
+def test_the_last_verdict_counts():
+    text = 'First {"better": "A", "confidence": 0.6}, but {"better": "B", "confidence": 0.9, "why": {"facts": {"n": 2}}} in the end. {}'
+    assert read_verdict(text) == Judgement('b', .9)
+
+
+@pytest.mark.parametrize('lam', [-1, -math.inf, math.nan, 'much'])
+def test_a_weight_that_cannot_be(lam):
+    with pytest.raises(JudgeError, match='λ is'): best_and_worst([dict(speedup=1., quality=1.), dict(speedup=2., quality=0.)], lam)
 
 
 @pytest.mark.parametrize('text', ['', None, 'A', '[]', '{"better": "A"}', '{"better": "A", "confidence": true}', '{better: A}',

@@ -585,7 +585,7 @@ def test_gemini_over_the_wire(tmp_path):
     with Server(lambda *_: dict(body=answer(next(replies)))) as server:
         gemini, out = GeminiSteps(client=client(server), registers=3), tmp_path / 'out.jsonl'
         report = annotate_steps([dict(id=n, prompt='What is z?', response=text) for n in (1, 2)], gemini, out, progress=False)
-        again = annotate_steps([dict(id=1, response=text)], gemini, out, progress=False)
+        again = annotate_steps([dict(id=1, prompt='What is z?', response=text)], gemini, out, progress=False)
     (row,) = read_jsonl(out)
     assert (report.written, report.dropped, again.resumed) == (1, {'not one line per step': 1}, 1)
     assert row['annotator'] == 'gemini' and row['last'] == [2, 2, 3, 3] and row['registers'] == 3

@@ -4,6 +4,7 @@ import math
 import random
 import re
 import time
+import warnings
 from collections import Counter
 
 import pytest
@@ -628,3 +629,22 @@ def test_draw_prompts():
     draw_prompts([dict(id='a', prompt='x y', source='s')])
     draw_prompts([])
     plt.close('all')
+
+
+@pytest.mark.parametrize('row,prompt', [
+    (dict(turns='hello there'), 'hello there'), (dict(turns=[]), None), (dict(conversations=[dict(role='x')]), None),
+    (dict(question='q', answer=None), 'q'), (dict(instruction='do', instances=[]), 'do'), (dict(instruction=None, input='a text'), None),
+    (dict(instruction='do', input='a text'), 'do\n\na text')])
+def test_rows_with_holes(row, prompt, tmp_path):
+    write_jsonl(tmp_path / 'a.jsonl', [row])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        found = load_prompts(tmp_path / 'a.jsonl')
+    assert [r['prompt'] for r in found] == [prompt] * (prompt is not None)
+    assert any('1 of 1 rows' in str(w.message) for w in said) == (prompt is None)
+
+
+@pytest.mark.parametrize('row', [dict(turns=3), dict(instruction='do', instances=3), dict(conversations='abc'), dict(question=3, answer=4)])
+def test_rows_of_other_types(row, tmp_path):
+    write_jsonl(tmp_path / 'a.jsonl', [row])
+    with pytest.raises(TaskError, match='row 1 has fields of other types .*a.jsonl'): load_prompts(tmp_path / 'a.jsonl')
