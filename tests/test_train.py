@@ -542,6 +542,22 @@ def test_a_log_that_is_gone(straight, tmp_path):
     with pytest.raises(T.TrainError, match='without a step .*log.jsonl'): T.train('pasta-sft', straight[0], run, resume=True)
 
 
+def test_rows_that_have_changed(straight, tmp_path):
+    "A run, finished or not, goes on only with the rows that it began with."
+    config, result = straight
+    rows = tmp_path / 'rows.jsonl'
+    shutil.copy(config['data'] if isinstance(config, dict) else config.data, rows)
+    run = shutil.copytree(result['out'], tmp_path / 'run')
+    told = yaml.safe_load((run / 'run.yaml').read_text())
+    again = dict({k: v for k, v in told.items() if k not in ('recipe', 'rows_sha256')}, data=str(rows))
+    (run / 'run.yaml').write_text(yaml.safe_dump(told | dict(data=str(rows))))
+    assert T.train('pasta-sft', again, run, resume=True)['steps'] == result['steps']
+    rows.write_text(rows.read_text() + rows.read_text().splitlines()[0] + '\n')
+    with pytest.raises(T.TrainError, match='rows have changed .*rows.jsonl'): T.train('pasta-sft', again, run, resume=True)
+    (run / 'run.yaml').write_text(yaml.safe_dump({k: v for k, v in told.items() if k != 'rows_sha256'} | dict(data=str(rows))))
+    assert T.train('pasta-sft', again, run, resume=True)['steps'] == result['steps']
+
+
 def test_half_a_checkpoint_does_not_count(tmp_path):
     for step, text in ((2, '{"global_step": 2}'), (10, '{"global_step": 1'), (12, '{"global_step": 2}'), (14, None), (16, '[]'), (18, '{}')):
         make_checkpoint(tmp_path, step, text)
