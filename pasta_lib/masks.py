@@ -153,6 +153,7 @@ def hf_mask(model_or_config, layout: Layout | Sequence[Layout], dtype: torch.dty
 def layout_logits(model, layout: Layout | Sequence[Layout], mask=None) -> Tensor:
     """Logits (N, V) of one teacher-forced pass over a layout, or (B, N, V) over B; no gradient.
     `mask` replaces the layout's own attention mask, to see what a wrong one does."""
+    if not all(len(row) for row in _rows(layout)): raise MaskError('a layout without tokens', fix='give it a document')
     ids, positions = (torch.as_tensor(np.stack([getattr(row, name) for row in _rows(layout)]), device=model.device)
                       for name in ('ids', 'position'))
     mask = hf_mask(model, layout, device=model.device) if mask is None else mask
@@ -286,6 +287,7 @@ def leak_test(model, layout: Layout, segment: int | str, mask=None, tolerance: f
     if isinstance(segment, str) and segment not in names:
         raise MaskError(f'no segment is called {segment!r}', str(names))
     segment = names.index(segment) if isinstance(segment, str) else segment
+    if not (layout.segment == segment).any(): raise MaskError(f'no token of segment {segment!r}', f'segments 0 to {len(names) - 1}', 'name one that has tokens')
     before, at = layout_logits(model, layout, mask), layout.segment == segment
     shift = np.random.default_rng(seed).integers(1, before.shape[-1], len(layout))
     other = np.where(at, (layout.ids + shift) % before.shape[-1], layout.ids)

@@ -365,6 +365,10 @@ def test_wrong_masks_are_caught():
     lazy = dense_mask(DOC)[None, None].clone(); lazy[..., 4, 5] = True         # main's promise peeks at its own fork
     assert {0, 2, 3} <= set(leak_test(model, DOC, 1, mask=lazy).leaks)
     with pytest.raises(MaskError, match="no segment is called 'fork'"): leak_test(model, DOC, 'fork')
+    for segment in (-1, 99):
+        with pytest.raises(MaskError, match=f'no token of segment {segment}'): leak_test(model, DOC, segment)
+    empty = Layout(*(column[:0] for column in (DOC.ids, DOC.segment, DOC.position, DOC.label)), DOC.table)
+    with pytest.raises(MaskError, match='without tokens'): layout_logits(model, empty)
 
 
 def test_a_change_that_is_no_number_is_a_leak():
