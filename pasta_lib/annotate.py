@@ -132,9 +132,9 @@ def make_item(text: str, start: int, end: int) -> Item:
     return Item(start, start + len(raw), heading, body.strip())
 
 # %% ../nbs/42_annotate.ipynb #42annotate-018
-CLOSERS = re.compile(r'\W*(?:in (?:conclusion|summary|short|general|the end|all|brief)|overall|to (?:sum up|summari[sz]e|conclude)|conclusion|summary|'
+CLOSERS = re.compile(r'[^\w\n]*+(?:in (?:conclusion|summary|short|general|the end|all|brief)|overall|to (?:sum up|summari[sz]e|conclude)|conclusion|summary|'
                      r'ultimately|remember|by (?:following|doing|using|taking|keeping)|these|all (?:of )?these|whichever|whatever|together(?=,)|finally(?=,))\b', re.I)
-OPENERS = re.compile(r'\W*(?:introduction|overview|preface)\W*$', re.I | re.M)
+OPENERS = re.compile(r'[^\w\n]*+(?:introduction|overview|preface)[^\w\n]*+$', re.I | re.M)
 
 def last_line(text: str, lines: list[Line], first: int, paragraphs: int) -> int:
     "The line after the last item's last one: see above."
@@ -251,9 +251,10 @@ MULTI = re.M | re.I
 REFUSALS = dict(
     code=re.compile(r'```|~~~|^[ \t]*(?:def \w+\(|class \w+[(:]|import \w+(?: as \w+)?\s*$|from \w+ import |#include|public (?:static|class|void) |'
                     r'function \w*\(|(?:const|let|var) \w+ = |return .*;|SELECT .* FROM )', re.M),
-    table=re.compile(r'^[ \t]*\|.*\|\s*$|^[ \t|:-]*-{3,}[ \t]*\|', re.M),
+    table=re.compile(r'^[ \t]*\|.*\|\s*$|^(?>[ \t|:-]*?---)[ \t:-]*+\|', re.M),
     maths=re.compile(r'\$\$|\\[(\[]|\\(?:frac|boxed|sqrt|times|cdot)\b|[\w)\]²] ?= ?[-\w($\\]|\d ?(?:[+×÷^]|\* ) ?\d'),
-    steps=re.compile(r'\bstep[- ]by[- ]step\b|^\W*(?:\d{1,2}[.)] )?\W*step ?\d|^\W*(?:ingredients|directions|instructions|procedure|steps)\W*$', MULTI),
+    steps=re.compile(r'\bstep[- ]by[- ]step\b|^[^\w\n]*+(?:\d{1,2}[.)] )?[^\w\n]*+step ?\d|'
+                     r'^[^\w\n]*+(?:ingredients|directions|instructions|procedure|steps)[^\w\n]*+$', MULTI),
     refers=re.compile(r'\b(?:previous|preceding|former|latter|above|earlier|same|last) (?:step|point|item|option|section|paragraph|idea|tip|one|example)s?\b|'
                       r'\b(?:option|point|item|idea|tip)s? (?:above|below)\b|\bas (?:mentioned|noted|described|discussed|said) (?:above|earlier|before)\b', re.I))
 PROMPTS = dict(steps=re.compile(r'\brecipe\b|\bstep[- ]by[- ]step\b|\bsteps (?:to|for|of)\b', re.I),

@@ -599,3 +599,13 @@ def test_kill_and_resume_loses_and_doubles_nothing(tmp_path):
     assert done.resumed >= first - 1 and done.resumed + done.written + done.dropped.get('blocked', 0) == 40 and again.resumed == 40
     # a reply that came in before the kill is asked for once more at most: three were in flight
     assert len(server.requests) <= 40 + 8 + 3 + 1
+
+
+@pytest.mark.parametrize('unit', ['-', '#', '!', '( ', '-|', '| ', '**', '\n', '1. ', '- a\n', 'a: ', 'step ', '\\[', 'a.\n\n', '**a:** b '])
+def test_form_in_linear_time(unit):
+    "Half a minute at the first try, for some of these."
+    for annotator in (Structural(), Structural(refuse=False, paragraphs=True)):
+        start = time.process_time()
+        try: annotator(dict(id='1', prompt='p', response=(unit * 30_000)[:30_000] + '\n\nfoo'))
+        except Drop: pass
+        assert time.process_time() - start < 5
