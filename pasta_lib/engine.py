@@ -813,10 +813,11 @@ def _choose(h: Decoding, lines, logits) -> list[int]:
             for line, row, words in zip(lines, logits, script)]
 
 def _processed(h: Decoding, line: Line, row):
-    row = row.clone() if h.sampling.processors else row
+    row, shape = row.clone() if h.sampling.processors else row, row.shape
     for p in h.sampling.processors:
         if type(p).__module__.startswith('transformers'): row = p(torch.tensor([h.ids + line.ids]), row[None].float())[0]
         else: row = p(line.ids, row)
+        if getattr(row, 'shape', None) != shape: raise QueryError(f'a processor made logits of shape {shape} into {getattr(row, "shape", type(row).__name__)}', fix='return one for every token')
     return row
 
 def _finite(logits):
@@ -1185,6 +1186,7 @@ def stream(engine: Engine, requests, listen=None, keep_logits=False) -> Iterator
 
 def samples(request: Request, n: int) -> list[Request]:
     "The same request n times with seeds seed, seed + 1 …; their prompt is stored once."
+    if not _whole(n): raise OptionError(f'n={n!r}', fix='a whole number, at least 1')
     return [replace(request, seed=request.seed + i) for i in range(n)]
 
 Engine.run, Engine.stream = run, stream

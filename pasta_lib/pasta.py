@@ -319,6 +319,7 @@ class OutlineError(PastaError):
 def read_outline(source: str | Path | Sequence) -> list[Stage]:
     "An outline's stages, from its text, a file's path, or a list of topics (joined at the end)."
     if isinstance(source, Path): source = source.read_text(encoding='utf-8-sig')
+    if not isinstance(source, Sequence): raise OutlineError(f'an outline of type {type(source).__name__}', fix='give its text, its file or its topics')
     if not isinstance(source, str): source = '\n'.join(f'- {topic}' for topic in source) + '\n---'
     source = source.removeprefix('\ufeff')
     stages = [Stage()]
@@ -345,7 +346,7 @@ def outline_room(request: Request) -> int:
     "Room for the words of an outline, at most a token per byte."
     outline, heading = request.options.get('outline', ''), str(request.options.get('heading', '- **{topic}**:'))
     if isinstance(outline, Path): outline = outline.read_text(encoding='utf-8-sig') if outline.is_file() else ''
-    if not isinstance(outline, str): outline = '\n'.join(map(str, outline or ()))
+    if not isinstance(outline, str): outline = '\n'.join(map(str, outline if isinstance(outline, Sequence) else ()))
     size = lambda text: len(text.encode('utf-8', 'replace'))
     return size(outline) + (outline.count('\n') + 1) * (2 + size(heading))
 
@@ -372,7 +373,10 @@ def guided(h: Decoding, outline, parallel: bool = True, heading: str = '- **{top
     of the line that the outline began ("In short,"), or freely, and for at most `closing_tokens`."""
     for name, n in (('point_tokens', point_tokens), ('closing_tokens', 1 if closing_tokens is None else closing_tokens)):
         if not _whole(n): raise OutlineError(f'{name}={n!r}', fix='a whole number, at least 1')
-    if not heading.strip(): raise OutlineError('an empty heading', fix="for instance '- **{topic}**:'")
+    try: empty = not heading.format(topic='').strip()
+    except (LookupError, ValueError, AttributeError) as e:
+        raise OutlineError(f'heading={heading!r}', fix="{topic} is the only name in braces: '- **{topic}**:'") from e
+    if empty and not heading.strip(): raise OutlineError('an empty heading', fix="for instance '- **{topic}**:'")
     point_tokens = min(point_tokens, h.sampling.max_thread_tokens or point_tokens)
     stages, main, rest = read_outline(outline), h.line('main', stop=('\n',)), []
     yield h.prompt(main)

@@ -138,7 +138,7 @@ def predicted_length(mode: str, tokens: int | None = None, constant: int = 40, a
         raise SegmentError(f'unknown position mode {mode!r}', fix='use predicted, constant or oracle')
     k = {'predicted': tokens, 'constant': constant, 'oracle': actual}[mode]
     if k is None: raise SegmentError('a promise without a length', fix="repair it, or use positions='constant'")
-    if k < 0: raise SegmentError(f'a promise of {k} tokens', fix='a length is at least 0')
+    if not 0 <= k < 2 ** 31: raise SegmentError(f'a promise of {k} tokens', fix='a length is at least 0, and below 2**31')
     return int(k)
 
 # %% ../nbs/02_segments.ipynb #02segments-020

@@ -570,7 +570,7 @@ def usable_answer(row: dict, words: int = 20, loops: float = .15) -> dict:
     if not isinstance(text, str): raise Drop('no response', f'the text is of type {type(text).__name__}')
     if not (text := text.strip()): raise Drop('empty')
     if (share := loop_share(text)) > loops: raise Drop('loops', f'{share:.2f}')
-    if row['finish_reason'] not in ('eos', 'stop', 'end'): raise Drop('cut by length', str(row['finish_reason']))
+    if (ended := row.get('finish_reason')) not in ('eos', 'stop', 'end'): raise Drop('cut by length', str(ended))
     if len(text.split()) < words: raise Drop('too short', f'{len(text.split())} words')
     return row
 

@@ -879,3 +879,14 @@ def test_what_a_request_may_still_take_is_promised(small):
     h = Decoding(engine, ar(PROMPTS[0], max_new_tokens=100, reserve=30), PROMPTS[0])
     assert (h.pages.room, h.pages.most, h.pages.promised) == (4, 8, 4)
     h.pages.release()
+
+
+@pytest.mark.parametrize('processor', [lambda ids, row: row[:5], lambda ids, row: row[None], lambda ids, row: None, lambda ids, row: row.tolist()])
+def test_a_processor_that_changes_the_shape(small, processor):
+    r, = engine_of(small).run(ar([1], max_new_tokens=2, processors=(processor,)))
+    assert isinstance(r.error, QueryError) and 'a processor made logits of shape' in str(r.error)
+
+
+@pytest.mark.parametrize('n', [0, -1, 1.5, 'two', None])
+def test_so_many_samples_cannot_be(n):
+    with pytest.raises(OptionError, match='at least 1'): samples(ar([1]), n)

@@ -952,3 +952,11 @@ def test_guided_honours_stop_texts(talker):
     said = {'main': ' one\n two\n free\n\nEND'}
     r, = engine_of(talker).run(guided('How?', outline='- a\n- b\n---', parallel=False, stop='\n\n', script={n: write(tokenizer, t) for n, t in said.items()}))
     assert r.text == '- **a**: one\n\n- **b**: two\n\n free' and r.finish_reason == 'stop'
+
+
+@pytest.mark.parametrize('options', [dict(outline=5), dict(outline=None), dict(outline='- a', heading='{foo}'), dict(outline='- a', heading='{'),
+                                     dict(outline='- a', heading='{0}'), dict(outline='- a', heading=None), dict(outline='- a', heading=' ')])
+def test_outlines_and_headings_that_cannot_be(options):
+    model, tok = tiny_model(seed=0)
+    r, = Engine(model, tok, slots=128).run(guided('Hi', **options))
+    assert isinstance(r.error, OutlineError) and '\n' not in str(r.error)
