@@ -309,8 +309,8 @@ def a_state(**changes):
 
 
 @pytest.mark.parametrize('bad', [dict(ids=[]), dict(ids=np.arange(16).reshape(4, 4)), dict(ids=np.arange(16) + .5), dict(mask='x'), dict(mask=None), dict(mask=-1),
-                                 dict(schedule=lambda n, g: np.array([.5])), dict(schedule=lambda n, g: np.full(n, np.nan)), dict(schedule=lambda n, g: np.full(n, 2.))], ids=str)
-def test_states_that_cannot_be(bad):
+                                 dict(schedule=lambda n, g: np.array([.5])), dict(schedule=lambda n, g: np.full(n, np.nan)), dict(schedule=lambda n, g: np.full(n, 2.))])
+def test_a_state_is_of_tokens_a_mask_and_a_schedule(bad):
     with pytest.raises(BlockError): a_state(**bad)
 
 
