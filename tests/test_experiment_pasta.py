@@ -19,7 +19,7 @@ from pasta_lib.judge import ExactJudge
 from pasta_lib.models import add_tokens, load, save, tiny_model
 from pasta_lib.pasta import pasta
 from pasta_lib.tags import Async, Promise, Sync, TagVocab, encode_promise, lint, parse, plain
-from pasta_lib.tasks import MANNERS, TEMPLATES, TOPICS, made_prompts, open_prompt, without_loops
+from pasta_lib.tasks import MANNERS, TEMPLATES, TOPICS, made_prompts, open_prompt, row_seed, without_loops
 
 TAGS = re.compile(r'<promise topic="[^"]*" tokens="\d+"/>|</?async>|<sync/>')
 STEP = dict(u=1, d=9, t=2, h=3)
@@ -715,7 +715,8 @@ def test_the_real_path_runs_and_resumes(tmp_path, monkeypatch):
     scale, asked = RealScale(prompts=8, bon_prompts=6, n=3, batch=8, limit=2), tmp_path / 'asked.jsonl'
     write_jsonl(asked, [dict(id=f'q{n}', prompt=f'Give me {n} tips.') for n in range(3)])
     rows = [row | dict(tagged_text=FORMS['good' if n % 2 else 'bare']) for n, row in enumerate(made_prompts(8))]
-    rows = [row | dict(text=(text := plain(parse(row['tagged_text']))), response=text, chunks=3 * (n % 2), sample=0, finish_reason='eos') for n, row in enumerate(rows)]
+    rows = [row | dict(text=(text := plain(parse(row['tagged_text']))), response=text, chunks=3 * (n % 2), sample=0, seed=row_seed(0, row['id'], 0),
+                        finish_reason='eos') for n, row in enumerate(rows)]
     for name in ('answers', 'annotated'): write_jsonl(out / f'{name}.jsonl', rows)
     found, said = run_real(out, scale, '', (str(asked),), table, lambda line: None), []
     assert [row['method'] for row in found] == ['baseline', 'pasta', 'bon'] and {row['n'] for row in found} == {2} and found[0]['win_rate'] == 50
