@@ -6,9 +6,10 @@
 __all__ = ['STARTS', 'CALLS', 'FUNCTIONS', 'MODEL', 'SFT', 'START', 'GRPO', 'DRAW', 'PAGE', 'FOLDED', 'BY', 'COLOURS', 'NAMES',
            'CHECKPOINTS', 'ASKED', 'REAL_CHECKPOINTS', 'POLICY_NAMES', 'Program', 'digit', 'make_program', 'replaced',
            'program_rows', 'is_right', 'TinyScale', 'graded', 'tiny_sft', 'tiny_grpo', 'fresh_rows', 'request_of',
-           'decode', 'describe', 'caps_from', 'compare_tiny', 'tiny_results', 'run_tiny', 'format_table', 'draw_front',
-           'draw_lengths', 'RealScale', 'reasoning_rows', 'real_path', 'real_answers', 'solution_nats', 'compare_real',
-           'run_real', 'claim', 'tiny_claims', 'real_claims', 'claims', 'evaluate_tiny', 'one_policy', 'evaluate_real']
+           'decode', 'describe', 'caps_from', 'compare_tiny', 'tiny_results', 'grpo_batches', 'run_tiny',
+           'format_table', 'draw_front', 'draw_lengths', 'draw_batches', 'RealScale', 'reasoning_rows', 'real_path',
+           'real_answers', 'solution_nats', 'compare_real', 'run_real', 'claim', 'tiny_claims', 'real_claims', 'claims',
+           'evaluate_tiny', 'one_policy', 'evaluate_real']
 
 # %% ../nbs/51_experiment_tip.ipynb #51experimenttip-003
 import json, math, random, re, time
@@ -225,15 +226,25 @@ def tiny_results(folder: Path, seed: int, scale: TinyScale) -> list[dict]:
     seen = (row['prompt'] for path in read for row in read_jsonl(path))
     return compare_tiny({name: folder / name for name in ('dense', 'tip', *(p.name for p in others))}, fresh_rows(scale, seed, seen), scale.samples, seed)
 
+def grpo_batches(folder: Path, seed: int = 0) -> list[dict]:
+    "What the logs of a folder's GRPO runs say of each batch of answers: λ, step, right ones (%), and the share of the tokens that was held."
+    from pasta_lib.jobs import read_jsonl
+    return [dict(lam=float(path.parent.name.partition('-')[2]), step=row['step'], accuracy=100 * row['accuracy'], share=row['live'], seed=seed)
+            for path in sorted(folder.glob('grpo-*/log.jsonl')) for row in read_jsonl(path) if 'reward' in row]
+
 def run_tiny(out: str | Path = 'runs/tip-tiny', seeds: Sequence[int] = (0, 1, 2), scale: TinyScale | None = None,
              table: str | Path | None = None, report: Callable = print) -> list[dict]:
-    "The whole tiny experiment; stages that are finished are not repeated. Returns the rows of its table, and writes `table`."
+    """The whole tiny experiment; stages that are finished are not repeated. Returns the rows of its table, and writes `table` and,
+    beside it, what GRPO's batches were like (…_grpo.csv)."""
     scale = scale or TinyScale()
     def train(folder, seed, k):
         yield from tiny_sft(folder, seed, scale)
         if k < scale.grpo_seeds: yield from tiny_grpo(folder, seed, scale)
     rows = sum(over_seeds(out, seeds, train, lambda folder, seed: tiny_results(folder, seed, scale), report), [])
-    if table: save_table(rows, table, seed='-'.join(map(str, seeds)))
+    if table:
+        save_table(rows, table, seed='-'.join(map(str, seeds)))
+        batches = sum((grpo_batches(Path(out) / str(seed), seed) for seed in seeds), [])
+        if batches: save_table(batches, Path(table).with_stem(f'{Path(table).stem}_grpo'))
     return rows
 
 # %% ../nbs/51_experiment_tip.ipynb #51experimenttip-028
@@ -275,6 +286,20 @@ def draw_lengths(rows: Sequence[dict], methods: Sequence[str] = ('dense', 'tip')
             found = sorted((calls, one[name]) for (m, budget, calls), one in averaged(rows, BY).items() if m == method and calls != 'all')
             ax.plot(*zip(*found), 'o-', color=COLOURS[method], label=NAMES[method])
         ax.set(xlabel='calls in the program', ylabel=label)
+        ax.set_ylim(0)
+        ax.spines[['top', 'right']].set_visible(False)
+    axes[0].legend(frameon=False)
+    return axes
+
+def draw_batches(batches: Sequence[dict]):
+    "The share of tokens held and right answers (%) in the batches of GRPO, a line per λ. Returns the two axes."
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout='constrained')
+    for ax, name, label in zip(axes, ('share', 'accuracy'), ('tokens held / tokens written', 'right answers (%), temperature 1')):
+        for lam in (lams := sorted({row['lam'] for row in batches})):
+            steps = sorted((row['step'], row[name]) for row in batches if row['lam'] == lam)
+            ax.plot(*zip(*steps), 'o-', ms=3, color=plt.cm.Greens(.4 + .6 * lams.index(lam) / len(lams)), label=f'λ = {lam:g}')
+        ax.set(xlabel='step of GRPO', ylabel=label)
         ax.set_ylim(0)
         ax.spines[['top', 'right']].set_visible(False)
     axes[0].legend(frameon=False)

@@ -21,7 +21,7 @@ from pasta_lib.tags import Async, Sync, Topic, parse, plain
 from pasta_lib.train import prepare
 
 seeds = st.integers(0, 10 ** 6)
-STEP = dict(u=1, d=9, t=2, h=3)
+ALPHABET = 'abcdefghijklmnopqrstuvwxyz'
 
 
 def solve(prompt: str, answer: str) -> float:
@@ -30,11 +30,11 @@ def solve(prompt: str, answer: str) -> float:
     asks = prompt.rstrip('?').split(';')
     for ask in asks:
         line = lines.get(ask[0], '')
-        if ask == 'S=all': want = 'S:' + ''.join((lines.get(one[0], '') + '????')[3] for one in asks[:-1])
+        if ask == 'S=all': want = 'S:' + ''.join((lines.get(one[0], '') + '???')[2] for one in asks[:-1])
         else:
-            rule, size, needs = ask[2], int(ask[3:5]), ask[5:]
-            first = (lines.get(needs, '') + '????')[3] if needs else line[3:4]
-            want = f'{ask[0]}{rule}:' + ''.join(str((int(first) + STEP[rule] * k) % 10) for k in range(size)) if first.isdigit() else None
+            size, needs = ALPHABET.index(ask[2]) + 1, ask[3:]
+            first = (lines.get(needs, '') + '???')[2] if needs else line[2:3]
+            want = f'{ask[0]}:' + ''.join(f'{(int(first) + k) % 10}{ALPHABET[k]}' for k in range(size)) if first.isdigit() else None
         right += line == want
     return right / len(asks)
 
@@ -45,8 +45,8 @@ def test_a_problem_is_what_its_prompt_says(seed, kind):
     problem = make_problem(random.Random(seed), kind)
     assert solve(problem.prompt, problem.answer) == grade(problem.answer, problem.prompt) == 1
     asks = [ask for ask in problem.prompt.rstrip('?').split(';') if ask != 'S=all']
-    assert 2 <= len(asks) <= 4 and all(int(ask[3:5]) in SIZES for ask in asks)
-    assert ('S=all' in problem.prompt) == (kind == 'join') and any(ask[5:] for ask in asks) == (kind == 'mixed')
+    assert 2 <= len(asks) <= 4 and all(ALPHABET.index(ask[2]) + 1 in SIZES for ask in asks)
+    assert ('S=all' in problem.prompt) == (kind == 'join') and any(ask[3:] for ask in asks) == (kind == 'mixed')
     assert needed(problem.prompt) == {part.label: len(part.text) for part in problem.parts if part.label != 'S'}
 
 
@@ -55,7 +55,7 @@ def test_a_problem_is_what_its_prompt_says(seed, kind):
 def test_a_spoilt_answer_loses_what_was_spoilt(seed, data):
     problem = make_problem(random.Random(seed))
     at = data.draw(st.integers(0, len(problem.answer) - 1))
-    spoilt = problem.answer[:at] + data.draw(st.sampled_from('0123456789udth:AS\n')) + problem.answer[at + 1:]
+    spoilt = problem.answer[:at] + data.draw(st.sampled_from('0123456789abl:AS\n')) + problem.answer[at + 1:]
     assert (grade(spoilt, problem.prompt) == 1) == (solve(problem.prompt, spoilt) == 1)
 
 
@@ -184,9 +184,9 @@ def test_orders_are_counted_one_by_one():
 
 
 def test_lengths_are_compared_with_what_was_needed():
-    problems = [dict(prompt='A=u24;B=d36;S=all?', answers=dict(x=dict(lengths=[('A', 30, 28), ('B', 30, 30), ('Z', 90, 4)])))]
+    problems = [dict(prompt='A=l;B=r;S=all?', answers=dict(x=dict(lengths=[('A', 30, 28), ('B', 30, 30), ('Z', 90, 4)])))]
     assert length_facts(problems, 'x') == dict(length_error=5., too_short=50.)
-    assert all(math.isnan(value) for value in length_facts([dict(prompt='A=u24?', answers=dict(x=dict(lengths=[])))], 'x').values())
+    assert all(math.isnan(value) for value in length_facts([dict(prompt='A=l?', answers=dict(x=dict(lengths=[])))], 'x').values())
 
 
 def test_tables_for_people():
@@ -221,7 +221,7 @@ def test_the_tiny_run_resumes(tmp_path, monkeypatch):
     assert str(run_tiny(tmp_path / 'run', (4,), QUICK, None, said.append)) == str(rows)
     seen = {row['prompt'] for path in (tmp_path / 'run').rglob('*rows.jsonl') for row in read_jsonl(path)} | {row['prompt'] for row in read_jsonl(tmp_path / 'run' / 'start.jsonl')}
     assert not seen & {row['prompt'] for row in read_jsonl(tmp_path / 'run' / '4' / 'answers.jsonl')}
-    for name in ('ar-8', 'planned-8'): (tmp_path / 'run' / '4' / name).symlink_to(tmp_path / 'run' / '4' / name.replace('8', '2'))
+    for name in ('ar', 'planned'): (tmp_path / 'run' / '4' / f'{name}-{TinyScale().rounds}').symlink_to(tmp_path / 'run' / '4' / f'{name}-2')
     found = evaluate_tiny(1, 4, tmp_path / 'run')
     assert {row['method'] for row in found} == {'ar', 'pasta', 'planned', 'diffusion'} and {row['n'] for row in found} == {1}
     monkeypatch.setattr(experiment_planned, 'CHECKPOINTS', {name: str(tmp_path / 'run' / '4' / name) for name in CHECKPOINTS})

@@ -10,10 +10,10 @@ from pasta_lib import experiment_tip, models
 from pasta_lib.core import PastaError
 from pasta_lib.engine import Engine
 from pasta_lib.experiment_pasta import read_table
-from pasta_lib.experiment_tip import (CALLS, FUNCTIONS, PAGE, RealScale, TinyScale, caps_from, compare_real, decode, describe,
+from pasta_lib.experiment_tip import (CALLS, FUNCTIONS, PAGE, RealScale, TinyScale, caps_from, compare_real, decode, describe, draw_batches,
                                       evaluate_tiny, fresh_rows, graded, is_right, make_program, program_rows, real_claims, reasoning_rows, replaced,
                                       request_of, run_real, run_tiny, solution_nats, tiny_claims)
-from pasta_lib.jobs import write_jsonl
+from pasta_lib.jobs import read_jsonl, write_jsonl
 from pasta_lib.models import load, save, tiny_model
 from pasta_lib.registers import encode_steps, register_ids, tip_layout
 from pasta_lib.train import prepare
@@ -192,6 +192,10 @@ def test_the_tiny_run_resumes(tmp_path, monkeypatch):
     methods = [(row['method'], row['budget']) for row in rows if row['calls'] == 'all']
     assert methods == [('dense', ''), ('tip', ''), *((m, b) for b in ('mean', 'peak', 'twice') for m in ('streaming', 'h2o')), ('grpo-0.3', ''), ('wasteful', '')]
     assert [row['method'] for row in read_table(table)] == [row['method'] for row in rows] and load(str(tmp_path / 'run' / '4' / 'tip'))[0].pasta.registers == 16
+    batches, logged = read_table(tmp_path / 'table_grpo.csv'), [row for row in read_jsonl(tmp_path / 'run' / '4' / 'grpo-0.3' / 'log.jsonl') if 'reward' in row]
+    assert [(row['lam'], row['step'], row['seed']) for row in batches] == [(.3, row['step'], 4) for row in logged] and logged
+    assert [row['share'] for row in batches] == pytest.approx([row['live'] for row in logged], rel=1e-4)
+    assert [tuple(line.get_ydata()) for line in draw_batches(batches)[1].lines] == [tuple(row['accuracy'] for row in batches)]
     again = run_tiny(tmp_path / 'run', (4,), scale, None, said.append)
     timeless = lambda rows: [{k: v for k, v in row.items() if k not in ('seconds', 'tokens_per_second')} for row in rows]
     assert timeless(again) == timeless(rows) and len(said) == 10
