@@ -31,7 +31,7 @@ from .tags import Document, Topic, parse
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-006
 LETTERS = 'abcdefghijklmnopqr'
-SIZES = tuple(range(10, 19))                 # digits of a row
+SIZES = 8, 13, 18                            # digits of a row; a plan, which counts in tens of tokens, tells them apart
 SHORT = 3, 4, 5, 6, 7, 8, 10, 14             # the same in what a start reads
 KINDS = dict(parts=.6, join=.25, mixed=.15)
 
@@ -127,7 +127,7 @@ class TinyScale:
     "How much of the tiny experiment to run."
     start_rows: int = 32_000                # plain and one-span answers, on which one model is trained that all others start from
     rows: int = 3_000                        # annotated rows, for every method
-    rounds: int = 3                          # passes over them
+    rounds: int = 6                          # passes over them
     tests: int = 30                          # fresh problems
     steps_ratios: tuple[float, ...] = (1., .3, .1)
     confidence_thresholds: tuple[float, ...] = (0., .5, .9)
@@ -599,7 +599,7 @@ def claims(folder: str | Path | None = None) -> list[dict]:
     return tiny_claims(read_table(folder / 'planned_tiny.csv')) + real_claims(read_table(folder / 'planned_smollm2.csv'))
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-063
-CHECKPOINTS = {'ar-3': 'tiny-planned-ar', 'planned-3': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion',
+CHECKPOINTS = {'ar-6': 'tiny-planned-ar', 'planned-6': 'tiny-planned', 'diffusion': 'tiny-planned-diffusion',
                'pasta': 'tiny-planned-pasta'}           # committed, of seed 0
 ASKED = 'made:400'                          # what `pasta eval planned --scale smollm2` asks by default
 REAL_CHECKPOINTS = dict(baseline=BASELINE, planned='smollm2-planned')

@@ -140,13 +140,21 @@ def last_uses(steps: Sequence[Step]) -> list[int]:
 # %% ../nbs/20_registers.ipynb #20registers-032
 def live_steps(last: Sequence[int]) -> np.ndarray:
     "live[i, j]: must step i see step j, itself included? (n, n) bool. `RegisterError` if a use precedes its step."
-    last, step = np.asarray(last, dtype=np.int64).reshape(-1), np.arange(len(last))
+    given = np.asarray(last)
+    if given.size and given.dtype.kind not in 'iu': raise RegisterError(f'last uses {str(last)[:60]!r}', fix='give a whole number for every step')
+    last = given.astype(np.int64).reshape(-1)
+    step = np.arange(len(last))
     wrong = np.flatnonzero((last < step) | (last >= len(last)))
     if len(wrong):
         raise RegisterError(f'the last use of step {wrong[0]} is step {last[wrong[0]]}', f'{len(last)} steps')
     return (step <= step[:, None]) & (step[:, None] <= last)
 
 # %% ../nbs/20_registers.ipynb #20registers-035
+def _whole(least: int, **options):
+    for name, value in options.items():
+        if type(value) is not int or value < least:
+            raise RegisterError(f'{name}={value!r}', fix=f'use a whole number of at least {least}')
+
 POLICIES = 'dead longest', 'lowest', 'unused first'
 
 @dataclass
@@ -167,6 +175,7 @@ def allocate(last: Sequence[int], registers: int = REGISTERS, policy: str = POLI
     if policy not in POLICIES: raise RegisterError(f'unknown policy {policy!r}', fix='use ' + ', '.join(POLICIES))
     if spill not in ('error', 'ends last'):
         raise RegisterError(f'unknown spill {spill!r}', fix='use error or ends last')
+    _whole(1, registers=registers)
     needed, made, held = int(live_steps(last).sum(1).max(initial=0)), Allocation([], [int(i) for i in last]), {}
     for step in range(len(last)):
         free = free_registers(held, last, step, registers, policy)
@@ -180,7 +189,7 @@ def allocate(last: Sequence[int], registers: int = REGISTERS, policy: str = POLI
 # %% ../nbs/20_registers.ipynb #20registers-036
 def free_registers(held: dict[int, int], last: Sequence[int], step: int, registers: int, policy: str) -> list[int]:
     "The registers that a step may take, best first. `held`: register -> the step that it holds."
-    unused = [r for r in range(registers) if r not in held]
+    unused = [r for r in range(min(registers, len(last))) if r not in held]
     dead = sorted((r for r in held if last[held[r]] < step), key=lambda r: (last[held[r]], held[r]))
     if policy == 'lowest': return sorted(dead + unused)
     return unused + dead if policy == 'unused first' else dead + unused
@@ -305,11 +314,6 @@ class StepAnnotator:
             raise Drop('too few registers', str(e)) from e
 
     def cut(self, row: dict) -> list[str]: return cut_steps(response_of(row), self.by)
-
-def _whole(least: int, **options):
-    for name, value in options.items():
-        if type(value) is not int or value < least:
-            raise RegisterError(f'{name}={value!r}', fix=f'use a whole number of at least {least}')
 
 # %% ../nbs/20_registers.ipynb #20registers-049
 _FRESH = frozenset('len int float str bool repr ord chr range format bin hex oct any all isinstance callable'.split())

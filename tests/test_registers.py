@@ -259,7 +259,7 @@ def test_the_register_dead_longest_is_reused():
 @pytest.mark.parametrize('call, message', [
     (lambda: allocate([0], policy='best'), "unknown policy 'best': use dead longest, lowest, unused first"),
     (lambda: allocate([0], spill='maybe'), "unknown spill 'maybe'"), (lambda: live_steps([1]), 'the last use of step 0 is step 1'),
-    (lambda: live_steps([1, 0]), 'the last use of step 1 is step 0'), (lambda: allocate([0], 0), 'step 0 finds no free register among 0'),
+    (lambda: live_steps([1, 0]), 'the last use of step 1 is step 0'), (lambda: allocate([0], 0), 'registers=0: use a whole number of at least 1'),
     (lambda: cut_steps('a', 'words'), "no steps by 'words': use lines, paragraphs, sentences")])
 def test_what_cannot_be_is_a_typed_error(call, message):
     with pytest.raises(RegisterError, match=re.escape(message)) as error: call()
@@ -643,3 +643,16 @@ def test_an_annotator_of_your_own():
         def last_uses(self, row, texts): return [len(texts) - 1] * len(texts)
     row = Everything(by='sentences')(dict(id=1, response='One. Two. Three.'))
     assert row['annotator'] == 'everything' and row['registers'] == row['steps'] == 3
+
+
+@pytest.mark.parametrize('last, options, words', [
+    ('ab', {}, 'last uses'), ([None], {}, 'last uses'), ([.5], {}, 'last uses'), ([0], dict(registers=0), 'registers=0'),
+    ([0], dict(registers=1.5), 'registers=1.5'), ([0], dict(registers=True), 'registers=True')])
+def test_allocation_is_of_whole_numbers(last, options, words):
+    with pytest.raises(RegisterError, match=words): allocate(last, **options)
+
+
+@pytest.mark.parametrize('policy', POLICIES)
+def test_a_billion_registers_cost_nothing(policy):
+    last = [2, 1, 2]
+    assert allocate(last, 10 ** 9, policy) == allocate(last, 16, policy)
