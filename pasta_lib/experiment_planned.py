@@ -284,7 +284,8 @@ def run_tiny(out: str | Path = 'runs/planned-tiny', seeds: Sequence[int] = (0, 1
     return rows
 
 # %% ../nbs/52_experiment_planned.ipynb #52experimentplanned-033
-FOLDED = ('parts_right', 'seconds', 'tokens', 'ended', 'words', 'epochs', 'order')
+FOLDED = ('parts_right', 'seconds', 'tokens', 'ended', 'words', 'epochs', 'order', 'cpu', 'cores', 'threads', 'memory', 'torch', 'transformers',
+          'commit', 'model', 'dtype', 'date')
 
 def format_table(rows: Sequence[dict], scale: str = 'tiny') -> str:
     "Rows for people: one point per method and order, and Planned Diffusion's knobs. Without rows, the command that makes them."
@@ -605,14 +606,15 @@ ASKED = 'made:400'                          # what `pasta eval planned --scale s
 REAL_CHECKPOINTS = dict(baseline=BASELINE, planned='smollm2-planned')
 
 def evaluate_tiny(limit: int = 10, seed: int = 0, folder: str | Path | None = None) -> list[dict]:
-    "Table rows of each method on so many fresh problems, with few settings of the knobs: of the committed checkpoints, or of a folder."
+    "Table rows of each method on so many problems that no stage has read, with few settings of the knobs: of the committed checkpoints, or of a folder."
     import tempfile
-    scale = TinyScale(steps_ratios=(.3, .1), confidence_thresholds=(0., .5), length_scales=(1.,), orders=('entropy', 'above:0.9'))
+    scale = TinyScale(steps_ratios=(.3, .1), confidence_thresholds=(0., .9), length_scales=(1.,), orders=('entropy', 'above:0.9'))
+    read = (row['prompt'] for row in (*start_rows(scale.start_rows), *problem_rows(scale.rows, seed if folder else 0)))
     all_of = [c for c in contestants(scale) if c.method in COLOURS]
     if not folder:
         for c in all_of: c.checkpoint = CHECKPOINTS[c.checkpoint]
     with tempfile.TemporaryDirectory() as out:
-        problems = decode(Path(folder or '.') / str(seed), all_of, fresh_rows(limit, seed), Path(out) / 'answers.jsonl')
+        problems = decode(Path(folder or '.') / str(seed), all_of, fresh_rows(limit, seed, read), Path(out) / 'answers.jsonl')
     return [measure(problems, c, all_of[0].name) | dict(seed=seed) for c in all_of]
 
 def evaluate_real(prompts: Sequence[dict], seed: int = 0, folder: str | Path | None = None) -> list[dict]:
